@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils import _pytree as pytree  # noqa: F401 - walks nested tuples and dictionaries
 
 interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The innermost `torch.func` transform (vmap, grad, jvp) that is running; None outside of all."""

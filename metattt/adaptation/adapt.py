@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from metattt.adaptation.adapter import Adapter
-from metattt.adaptation.audit import leaks, repeated, unseen
+from metattt.adaptation.audit import leaks, repeated
 from metattt.checkpoints.files import home
 from metattt.checkpoints.record import modules
 from metattt.checkpoints.trained import load_model, open_trained
@@ -27,7 +26,7 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.documents import read_documents
 from metattt.data.tokenizers import MOST_BYTES, Tokenizer, document_tokens, tokenizer_of
 from metattt.errors import MetaTTTError, check_integer
-from metattt.evaluation.by_position import bin_edges
+from metattt.evaluation.by_position import Scores, bin_edges, bits_by_position
 from metattt.evaluation.output import report, table
 from metattt.io import read_object, read_text
 from metattt.optional import need
@@ -68,32 +67,7 @@ class AdaptSettings:
     data: AdaptData = field(default_factory=AdaptData)
 
 
-@dataclass
-class Result:
-    """Sums over documents by the position of the token, and what they took.
-
-    Attributes:
-        nats, bytes: `[T]`, of the longest document; of all documents that have the position.
-        tokens: predicted.
-        seconds: all documents.
-    """
-
-    nats: np.ndarray
-    bytes: np.ndarray
-    tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.between(0, len(self.nats))
-
-    def between(self, start: int, stop: int) -> float:
-        """Bits per byte of the positions `start` … `stop − 1`; NaN if their tokens stand for no bytes."""
-        count = int(self.bytes[start:stop].sum())
-        return float(self.nats[start:stop].sum()) / math.log(2) / count if count else math.nan
-
-
-def adapt(cfg: DictConfig) -> dict[str, Result]:
+def adapt(cfg: DictConfig) -> dict[str, Scores]:
     """Scores texts with the model as it is and while it learns them; prints both, in all and by position, and writes
     them as CSV and PNG.
 
@@ -128,23 +102,23 @@ def adapt(cfg: DictConfig) -> dict[str, Result]:
     }
     columns = ("model", "tokens", "bits per byte", "seconds", "tokens/s")
     rows = (
-        (name, f"{one.tokens:,}", f"{one.bits_per_byte:.4f}", f"{one.seconds:.1f}", f"{one.tokens / one.seconds:,.0f}")
+        (name, one.tokens, one.bits_per_byte, f"{one.seconds:.1f}", round(one.tokens / one.seconds))
         for name, one in results.items()
     )
     console.print(table("while reading the texts", columns, rows))
     # (nothing predicts the first token)
     edges = [edge + 1 for edge in bin_edges(len(results["adapted"].nats) - 1, "log", BINS)]
-    by_position = [
-        (f"{start + 1:,} – {stop:,}", *(f"{one.between(start, stop):.4f}" for one in results.values()))
-        for start, stop in pairwise(edges)
-    ]
-    console.print(table("bits per byte by position in the document", ("tokens", *results), by_position, left=0))
+    console.print(bits_by_position(results, edges))
     if chosen.audit:
         _audit(adapter, documents, chosen, console)
     with report(chosen.output_dir, folder / "eval", "adapt", console) as made:
         made.csv("adapt", ("model", "position", "nats", "bytes"), _rows(results))
-        if made.no_pictures is None:
-            _plot(results, edges, made.path("adapt", ".png"))
+        curves = {
+            f"{name}: {one.bits_per_byte:.3f}": [one.between(*bin_).bits_per_byte for bin_ in pairwise(edges)]
+            for name, one in results.items()
+        }
+        labels = ("position in the document (tokens)", "bits per byte")
+        made.plot("adapt", edges[1:], curves, "Learning while reading", labels)
     return results
 
 
@@ -189,10 +163,10 @@ def _model_type(path: Path) -> str | None:
 
 def _scored(
     adapter: Adapter, documents: Sequence[Tensor], size: int, tokenizer: Tokenizer, learns: bool, resets: bool
-) -> Result:
+) -> Scores:
     """Scores all documents, `size` of them together."""
-    longest = max(map(len, documents))
-    result, lengths = Result(np.zeros(longest), np.zeros(longest, dtype=np.int64)), tokenizer.token_bytes.numpy()
+    longest, seconds, lengths = max(map(len, documents)), 0.0, tokenizer.token_bytes.numpy()
+    nats, num_bytes, count = np.zeros(longest), np.zeros(longest, dtype=np.int64), np.zeros(longest, dtype=np.int64)
     console = Console(stderr=True)
     shown = "adapting" if learns else "scoring"
     groups = [documents[first : first + size] for first in range(0, len(documents), size)]
@@ -201,16 +175,14 @@ def _scored(
         adapter.reset() if resets else adapter.next_documents()
         began = time.perf_counter()
         score = (adapter.read if learns else adapter.score)(list(group))
-        result.seconds += time.perf_counter() - began
-        if not unseen([score]):
-            raise RuntimeError("a token was scored after it had been learned")
-        nats = score.nats.double().cpu()
-        valid = ~nats.isnan()
-        result.tokens += int(valid.sum())
-        result.nats[: nats.shape[1]] += nats.nan_to_num().sum(0).numpy()
+        seconds += time.perf_counter() - began
+        found = score.nats.double().cpu()
+        valid = ~found.isnan()
+        count[: found.shape[1]] += valid.sum(0).numpy()
+        nats[: found.shape[1]] += found.nan_to_num().sum(0).numpy()
         for row, document in zip(valid, group, strict=True):
-            result.bytes[: len(document)] += lengths[document.numpy()] * row[: len(document)].numpy()
-    return result
+            num_bytes[: len(document)] += lengths[document.numpy()] * row[: len(document)].numpy()
+    return Scores(nats, num_bytes, count, seconds)
 
 
 def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings, console: Console) -> None:
@@ -233,26 +205,8 @@ def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings,
     console.print(f"audit: {len(document):,} tokens, changed from {len(places)} places on: no prediction saw its token")
 
 
-def _rows(results: Mapping[str, Result]) -> Iterator[tuple[Any, ...]]:
+def _rows(results: Mapping[str, Scores]) -> Iterator[tuple[Any, ...]]:
     for name, one in results.items():
         for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True)):
             yield name, place + 1, float(nats), int(count)
 
-
-def _plot(results: Mapping[str, Result], edges: Sequence[int], path: Path) -> None:
-    """Bits per byte against the position in the document."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for name, one in results.items():
-        values = [one.between(start, stop) for start, stop in pairwise(edges)]
-        axes.plot(edges[1:], values, marker="o", markersize=3.5, label=f"{name}: {one.bits_per_byte:.3f}")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set(xlabel="position in the document (tokens)", ylabel="bits per byte", title="Learning while reading")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)

@@ -71,7 +71,7 @@ def _of_layer(layer: TTTLayer, lender: Task | None = None) -> list[Section]:
         *([Section("optimizer", update)] if update else []),
         Section("read", _read(layer)),
         Section("output", _output(layer)),
-        Section("computed", _computed(layer)),
+        Section("computed", computed(layer)),
     ]
 
 
@@ -324,7 +324,7 @@ def _output(layer: TTTLayer) -> list[str]:
     return [line, *([] if layer.norm is None else [norm_in_words(layer.norm)])]
 
 
-def _computed(layer: TTTLayer) -> list[str]:
+def computed(layer: TTTLayer) -> list[str]:
     """The form, and what is known of why."""
     plan = layer.plan
     if layer.form == "scan":

@@ -9,7 +9,6 @@ from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
 from metattt.composition.choices import comments, files_of
-from metattt.errors import MetaTTTError
 
 FAMILIES = (
     "linear attention and state spaces",
@@ -25,9 +24,8 @@ FAMILIES = (
 OWN = "your own"
 """The family of layers whose file names none; the last one."""
 
-FORM = "# family: <family>; paper: <title>, arXiv <id>"
-LINE = re.compile(r"# family: (?P<family>[^;]*[^;\s]); paper: (?P<paper>\S.*)")
-ARXIV = re.compile(r"(?P<title>.+), arXiv (?P<id>\d{4}\.\d{4,5})")
+LINE = re.compile(r"# family: (?P<family>[^;]+); paper: (?P<paper>.+?)(, arXiv (?P<id>\d{4}\.\d{4,5}))?")
+"""`# family: <family>; paper: <title>, arXiv <id>`, or `paper: none`."""
 
 
 class Source(NamedTuple):
@@ -52,13 +50,8 @@ def sources(folders: Sequence[Traversable] = ()) -> dict[str, Source]:
 
     Args:
         folders: of configurations, beside ours and those of installed packages.
-
-    Raises:
-        MetaTTTError: a file whose line cannot be read.
     """
-    known = {
-        name: source(name, comments(file)) for name, file in files_of("layer", folders).items() if name != "custom"
-    }
+    known = {name: source(comments(file)) for name, file in files_of("layer", folders).items() if name != "custom"}
     place = {family: number for number, family in enumerate(ordered({one.family for one in known.values()}))}
     return dict(sorted(known.items(), key=lambda item: (place[item[1].family], item[0])))
 
@@ -70,23 +63,9 @@ def ordered(families: Iterable[str]) -> list[str]:
     )
 
 
-def source(name: str, lines: Iterable[str]) -> Source:
-    """What the comments say at the beginning of a layer's file.
-
-    Raises:
-        MetaTTTError: a line that begins as that of the family does, and does not go on as it has to.
-    """
-    for line in lines:
-        if not re.match(r"#\s*(family|paper)\s*:", line, re.IGNORECASE):
-            continue
-        match = LINE.fullmatch(line.rstrip())
-        cited = match and ARXIV.fullmatch(match["paper"])
-        if match is None or (cited is None and re.search(r"arxiv", match["paper"], re.IGNORECASE)):
-            raise MetaTTTError(
-                f"layer/{name}.yaml: `{line.strip():.80}` cannot be read: write `{FORM}`, or `paper: none` where "
-                "there is no paper"
-            )
-        if cited:
-            return Source(match["family"], cited["title"], cited["id"])
-        return Source(match["family"], "" if match["paper"].startswith("none") else match["paper"])
-    return Source(OWN)
+def source(lines: Iterable[str]) -> Source:
+    """What the comments say at the beginning of a layer's file; without such a line, `OWN`."""
+    found = next(filter(None, map(LINE.fullmatch, lines)), None)
+    if found is None:
+        return Source(OWN)
+    return Source(found["family"], "" if found["paper"].startswith("none") else found["paper"], found["id"] or "")

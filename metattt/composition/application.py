@@ -24,9 +24,6 @@ from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_comp
 from metattt.composition.overrides import SEARCH_PATH, key_of, prepare, quoted
 from metattt.errors import MetaTTTError
 
-ALONE = ("run", "multirun", "cfg", "info", "shell_completion")
-"""Options of which one can be given."""
-
 
 @contextmanager
 def application(job: str) -> Iterator[Hydra]:
@@ -61,11 +58,6 @@ def parse(words: Sequence[str], command: str) -> Namespace:
     pairs = zip(words, [*words[1:], ""], strict=False)
     full = [f"{one}=job" if one == "--cfg" and after not in shown else one for one, after in pairs]
     options = parser.parse_intermixed_args(full)
-    given = [name for name in ALONE if getattr(options, name)]
-    if len(given) > 1:
-        raise MetaTTTError(f"--{' and --'.join(given)} do not go together: give one of them")
-    if (options.resolve or options.package) and not options.cfg:
-        raise MetaTTTError("--resolve and --package change the output of --cfg: add --cfg job")
     if options.config_path or options.config_name or options.experimental_rerun:
         raise MetaTTTError(f"`metattt {command}` has its configuration; --config-dir <folder> adds files of your own")
     if options.config_dir is not None:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from metattt.models.language_model import LanguageModel
 
 
-DAMAGED = "model.blocks is not a composed pattern of layers: the configuration is damaged"
-
-
 def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
     """The object of one node, with plain lists and dictionaries inside.
 
@@ -80,13 +77,12 @@ def _pattern(cfg: DictConfig) -> list[Callable[[], Any]] | None:
     blocks = cfg.model.get("blocks")
     if blocks is None:
         return None
-    given = blocks if isinstance(blocks, DictConfig) else {}
+    given: Any = blocks if isinstance(blocks, DictConfig) else {}
     pattern, layers = given.get("pattern"), given.get("layers")
-    if not isinstance(layers, DictConfig) or not isinstance(pattern, ListConfig) or not pattern:
-        raise MetaTTTError(DAMAGED)
-    nodes = [layers.get(str(name)) for name in pattern]
-    if not all(isinstance(node, DictConfig) and "_target_" in node for node in nodes):
-        raise MetaTTTError(DAMAGED)
+    several = isinstance(pattern, ListConfig) and isinstance(layers, DictConfig)
+    nodes = [layers.get(str(name)) for name in pattern] if several else []
+    if not nodes or not all(isinstance(node, DictConfig) and "_target_" in node for node in nodes):
+        raise MetaTTTError("model.blocks is not a composed pattern of layers: the configuration is damaged")
 
     def make(name: str) -> Any:
         try:

@@ -5,7 +5,6 @@ functions here walk the chain to that link and return the message of a `MetaTTTE
 """
 
 import difflib
-import inspect
 import re
 import traceback
 import typing
@@ -13,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hydra.errors import MissingConfigException
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, ValidationError
 
@@ -220,14 +218,10 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     called = re.search(r"Error in call to target '(.*?)'", text)
     if called is None:
         return f"{key}: {first_line(cause)}"
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
-    if unknown and isinstance(cause, TypeError):
-        guess = nearest(unknown[1], _parameters(called[1]))
-        leave = f"Add {key}=custom, which has no settings except yours" if key in CUSTOM else ""
-        hint = f"Did you mean `{key}.{guess}`?" if guess else leave or f"Leave it out with ~{key}.{unknown[1]}"
-        return f"`{unknown[1]}` is not a parameter of {called[1]}. {hint}"
+    leave = f"; {key}=custom has no settings but yours" if key in CUSTOM and "keyword argument" in str(cause) else ""
     frame = traceback.extract_tb(cause.__traceback__)[-1]
-    return f"{key}: {called[1]} raised {type(cause).__name__}: {first_line(cause)} ({frame.filename}:{frame.lineno})"
+    said = f"{called[1]} raised {type(cause).__name__}: {first_line(cause)}"
+    return f"{key}: {said} ({frame.filename}:{frame.lineno}){leave}"
 
 
 def first_line(error: BaseException) -> str:
@@ -238,14 +232,6 @@ def first_line(error: BaseException) -> str:
 def _key_of_a_part(key: object) -> str:
     """`layer.learner` only points at `learner`."""
     return re.sub(r"^layer\.(?=task|learner|optimizer)", "", str(key))
-
-
-def _parameters(target: str) -> list[str]:
-    """Names of the constructor's parameters of the class at a dotted path; none if it is not a class."""
-    try:
-        return list(inspect.signature(get_class(target)).parameters)
-    except (ImportError, ValueError, TypeError):
-        return []
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

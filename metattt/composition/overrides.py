@@ -8,15 +8,14 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
 from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
 from metattt.composition.choices import files_of, groups, keys_of
-from metattt.composition.components import load_components, trainer_keys
-from metattt.composition.messages import refused_value, unknown_choice
+from metattt.composition.components import trainer_keys
+from metattt.composition.messages import refused_value
 from metattt.errors import MetaTTTError
 
 SEARCH_PATH = "hydra.searchpath"
@@ -60,7 +59,6 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
     prepared = [quote_free_text(override, sweep) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
-    folders = searched(prepared)
     if any(one.key_or_group == "experiment" for one in parsed):
         importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
     for one in parsed:
@@ -68,7 +66,7 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
         if not (sweep and (one.is_sweep_override() or is_of_hydra(one.key_or_group))):
             _check(one, job, opened)
             if one.type != OverrideType.DEL and one.key_or_group in groups(job):
-                _check_choice(one, job, folders)
+                _check_choice(one)
     return [_open(one, text, opened) for one, text in zip(parsed, prepared, strict=True)]
 
 
@@ -187,19 +185,11 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
 
 
-def _check_choice(override: Override, job: str, folders: Sequence[Traversable]) -> None:
-    """Refuses what is no choice of a group; files in folders below that of the group are left to Hydra."""
+def _check_choice(override: Override) -> None:
+    """Refuses null and numbers in the place of a name; names are Hydra's to find."""
     group, value = override.key_or_group, override.value()
-    options = sorted(files_of(group, folders))
-    if not options or (isinstance(value, str) and ("/" in value or value in options)):
-        return
-    if isinstance(value, str):
-        load_components(())  # a package of others may store choices when it is imported, as a notebook may
-        if f"{value}.yaml" in ConfigStore.instance().repo.get(group, {}):
-            return
-        raise MetaTTTError(unknown_choice(group, value, options, job))
-    if not (group in ENTRIES and isinstance(value, list) and value and set(map(str, value)) <= set(options)):
-        raise MetaTTTError(refused_value(group, value, options))
+    if not (isinstance(value, str) or (group in ENTRIES and isinstance(value, list) and value)):
+        raise MetaTTTError(refused_value(group, value, sorted(files_of(group))))
 
 
 def _refuse_nothing(override: Override) -> None:

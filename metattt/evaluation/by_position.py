@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,35 +19,31 @@ from torch.utils.data import DataLoader
 from metattt.errors import MetaTTTError, NotFinite, check_choice
 from metattt.evaluation.output import table
 from metattt.models.language_model import LanguageModel
-from metattt.optional import need
 
 BINS = ("log", "fixed", "none")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over the windows of a text by position: entry t is the prediction of a token from the t + 1 tokens before
-    it.
+    """Sums over the windows of a text, or over documents, by position: entry t is the prediction of a token from the
+    t + 1 tokens before it.
 
     Attributes:
         nats: `[T]` cross-entropy.
         bytes: `[T]` bytes that the predicted tokens stand for.
-        windows: number of windows.
+        count: `[T]` predictions.
+        seconds: that the predictions took, where it was measured.
     """
 
     nats: np.ndarray
     bytes: np.ndarray
-    windows: int
-
-    @property
-    def length(self) -> int:
-        """T, tokens."""
-        return len(self.nats)
+    count: np.ndarray
+    seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
         """Number of predicted tokens."""
-        return self.windows * self.length
+        return int(self.count.sum())
 
     @property
     def loss(self) -> float:
@@ -68,7 +63,7 @@ class Scores:
 
     def between(self, start: int, stop: int) -> Scores:
         """The scores of the positions `start` … `stop − 1`."""
-        return Scores(self.nats[start:stop], self.bytes[start:stop], self.windows)
+        return Scores(self.nats[start:stop], self.bytes[start:stop], self.count[start:stop])
 
 
 def score(
@@ -116,7 +111,8 @@ def score(
             )
         num_bytes.append(token_bytes[batch[:, 1:]].sum(0))
         windows += len(batch)
-    return Scores(torch.stack(nats).sum(0).numpy(), torch.stack(num_bytes).sum(0).numpy(), windows)
+    found = torch.stack(nats).sum(0).numpy()
+    return Scores(found, torch.stack(num_bytes).sum(0).numpy(), np.full(len(found), windows))
 
 
 def _losses(model: LanguageModel, ids: Tensor, segment: int, document_start: int | None) -> Tensor:
@@ -168,7 +164,7 @@ def bits_by_position(scores: Mapping[str, Scores], edges: Sequence[int]) -> Tabl
     rows = (
         (
             f"{start + 1:,}" if stop == start + 1 else f"{start + 1:,} – {stop:,}",
-            *(f"{one.between(start, stop).bits_per_byte:.4f}" for one in scores.values()),
+            *(one.between(start, stop).bits_per_byte for one in scores.values()),
         )
         for start, stop in pairwise(edges)
     )
@@ -184,48 +180,8 @@ def rows(scores: Mapping[str, Scores], edges: Sequence[int]) -> Iterator[tuple[A
             yield label, start + 1, stop, one.tokens, one.loss, one.perplexity, one.bits_per_byte
 
 
-def plot(scores: Mapping[str, Scores], edges: Sequence[int], bins: str, trained: Mapping[str, int], path: Path) -> None:
-    """Draws loss against position into a PNG file.
-
-    Args:
-        scores: by the model's name.
-        edges: of the bins.
-        bins: the kind of bins; `log` takes a logarithmic axis.
-        trained: context length in training (tokens) by name; where it is shorter than the curve it is marked.
-        path: the PNG.
-    """
-    need("matplotlib", extra="train", what="a plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+def places(edges: Sequence[int], bins: str) -> list[float]:
+    """The middle of each bin, for a curve; on a logarithmic axis, where the bins are `log`."""
     first, last = np.array(edges[:-1]) + 1, np.array(edges[1:])
-    middle = np.sqrt(first * last) if bins == "log" else (first + last) / 2
-    marks: dict[int, list[str]] = {}
-    for label, one in scores.items():
-        losses = [one.between(start, stop).loss for start, stop in pairwise(edges)]
-        axes.plot(middle, losses, label=label, linewidth=1.5, marker="o" if len(losses) <= 64 else None, markersize=3.5)
-        if trained.get(label, one.length) < one.length:
-            marks.setdefault(trained[label], []).append(label)
-    for length, labels in marks.items():
-        name = "trained context" if len(labels) == len(scores) else f"trained context of {', '.join(labels)}"
-        axes.axvline(length, linestyle=":", color="gray", linewidth=1.2)
-        axes.annotate(
-            name,
-            (length, 0.98),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            ha="right",
-            va="top",
-            fontsize=8,
-            color="gray",
-        )
-    if bins == "log":
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set(xlabel="position (tokens of context)", ylabel="loss (nats per token)", title="Loss by position")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)
+    found: list[float] = (np.sqrt(first * last) if bins == "log" else (first + last) / 2).tolist()
+    return found

@@ -149,20 +149,12 @@ def _score(model: Any, loader: DataLoader[Any], inner: int) -> ImageScores:
 
 def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> None:
     columns = ("model", "images", "top-1 %", "top-5 %", "cross-entropy (nats)")
-    rows = (
-        (name, f"{one.images:,}", f"{100 * one.top1:.2f}", f"{100 * one.top5:.2f}", f"{one.loss:.4f}")
-        for name, one in scores.items()
-    )
+    rows = ((name, one.images, 100 * one.top1, 100 * one.top5, one.loss) for name, one in scores.items())
     console.print(table(f"{split} images", columns, rows))
-    steps = max((len(losses) for one in scores.values() for losses in one.inner.values()), default=0)
-    if steps:
-        title = "inner loss, before the first step and after each"
-        curves = (
-            (name, str(number), *(f"{loss:.4g}" for loss in losses))
-            for name, one in scores.items()
-            for number, losses in one.inner.items()
-        )
-        console.print(table(title, ("model", "block", *map(str, range(steps))), curves))
+    curves = [(name, block, *losses) for name, one in scores.items() for block, losses in one.inner.items()]
+    if curves:
+        steps = map(str, range(max(map(len, curves)) - 2))
+        console.print(table("inner loss, before the first step and after each", ("model", "block", *steps), curves))
 
 
 def _steps(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> Iterator[tuple[str, int, int, float]]:

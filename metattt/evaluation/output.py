@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ class Report:
 
     Attributes:
         written: the files, in their order.
-        no_pictures: why no picture is written; None if they are.
+        missing: why a picture was not written; None if none is missing.
 
     Raises:
         OSError: the folder cannot be written.
@@ -32,7 +32,7 @@ class Report:
     def __init__(self, folder: Path, name: str):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.written = folder, list[Path]()
-        self.no_pictures = absence("matplotlib", extra="train", what="writing pictures")
+        self.missing: str | None = None
         for count in itertools.count(1):
             self.number = f"-{count}" if count > 1 else ""
             try:
@@ -53,6 +53,44 @@ class Report:
             writer.writerow(columns)
             writer.writerows(rows)
 
+    def plot(
+        self, name: str, where: Sequence[float], curves: Mapping[str, Sequence[float]], title: str,
+        labels: Sequence[str], log: bool = True, marks: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        """Draws curves over token positions into a PNG file, where matplotlib is installed.
+
+        Args:
+            name: of the file.
+            where: positions (tokens) of the points.
+            curves: values at these by label.
+            title: of the picture.
+            labels: of the axes, x and y.
+            log: positions on a logarithmic axis.
+            marks: lengths of contexts in training (tokens), drawn as vertical lines.
+        """
+        if (missing := absence("matplotlib", extra="train", what="writing pictures")) is not None:
+            self.missing = missing
+            return
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for label, values in curves.items():
+            axes.plot(
+                where, values, label=label, linewidth=1.5, marker="o" if len(values) <= 64 else None, markersize=3.5,
+            )  # fmt: skip
+        for length in marks:
+            axes.axvline(length, linestyle=":", color="gray", linewidth=1.2, label=f"trained context: {length:,}")
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        FigureCanvasAgg(figure).print_png(self.path(name, ".png"))
+
 
 @contextmanager
 def report(output_dir: str | None, default: Path, name: str, console: Console) -> Iterator[Report]:
@@ -71,15 +109,19 @@ def report(output_dir: str | None, default: Path, name: str, console: Console) -
         ) from error
     for path in made.written:
         console.print(f"written  {path}", markup=False)
+    if made.missing is not None:
+        console.print(made.missing, markup=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """A table for the console, whose first `left` columns are texts and the others numbers."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> Table:
+    """A table for the console, whose first `left` columns are texts and the others numbers: integers with separators,
+    others with four digits behind the point."""
     made = Table(title=title, title_justify="left")
     for place, name in enumerate(columns):
         made.add_column(name, justify="left" if place < left else "right")
     for row in rows:
-        made.add_row(*row)
+        cells = (f"{one:,}" if isinstance(one, int) else f"{one:.4f}" if isinstance(one, float) else one for one in row)
+        made.add_row(*map(str, cells))
     return made
 
 

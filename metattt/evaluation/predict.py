@@ -38,9 +38,7 @@ class PredictSettings:
     """The keys of `configs/predict.yaml`."""
 
     checkpoint: str
-    source: str | None = None
-    dataset: str = ""
-    split: str = "validation"
+    source: str
     top: int = 5
     batch_size: int = 64
     num_workers: int = 0
@@ -120,7 +118,8 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     Raises:
         MetaTTTError: a checkpoint, pictures or a setting that cannot be used.
     """
-    chosen = settings(PredictSettings, cfg, checkpoint=NO_CHECKPOINT)
+    no_pictures = "no pictures are given: add source=<a picture or a folder>"
+    chosen = settings(PredictSettings, cfg, checkpoint=NO_CHECKPOINT, source=no_pictures)
     check_choice("corrupt", chosen.corrupt, ("error", "skip"))
     for key, least in (("top", 1), ("batch_size", 1), ("num_workers", 0)):
         check_integer(key, getattr(chosen, key), least, MOST_ROWS)
@@ -134,10 +133,8 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     names = class_names(file, model.num_classes)
     if found.evaluation is None:
         raise MetaTTTError(
-            f"{file} does not say how its images are resized and cropped: its data has no `evaluation` (data=images "
-            "and\n"
-            "data=digits have one), or an older release wrote it: train the run further, resume=<run> "
-            "trainer.max_steps=<more>"
+            f"{file} does not say how its images are resized and cropped: its data has no `evaluation`, which "
+            "data=images and data=digits have"
         )
     data, pictures = _data(chosen, model, found.evaluation)
     predictions: list[Prediction] = []
@@ -145,10 +142,10 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     with drawn_alike(model):
         for images, numbers in track(data.val_dataloader(), "pictures", console=Console(stderr=True), transient=True):
             likeliest = _likeliest(probabilities(model, images), top)
-            for place, (number, pairs) in enumerate(zip(numbers.tolist(), likeliest, strict=True), start=seen):
-                if pictures is None or number >= 0:
-                    name = str(place) if pictures is None else pictures.name(number)
-                    predictions.append(Prediction(name, [names[k] for k, _ in pairs], [share for _, share in pairs]))
+            for number, pairs in zip(numbers.tolist(), likeliest, strict=True):
+                if number >= 0:
+                    shown, shares = [names[k] for k, _ in pairs], [share for _, share in pairs]
+                    predictions.append(Prediction(pictures.name(number), shown, shares))
             seen += len(numbers)
     console = Console(highlight=False, soft_wrap=True)
     _print(console, predictions)
@@ -174,19 +171,13 @@ def class_names(file: Path, count: int) -> list[str]:
     return shown + [str(number) for number in range(len(shown), count)]
 
 
-def _data(chosen: PredictSettings, model: Any, evaluation: Mapping[str, Any]) -> tuple[ImageData, Pictures | None]:
+def _data(chosen: PredictSettings, model: Any, evaluation: Mapping[str, Any]) -> tuple[ImageData, Pictures]:
     """The pictures as the model takes them: resized and cropped as in validation."""
-    size = model.patch_embed.img_size[0]
     data = ImageData(
-        chosen.source, chosen.dataset, validation_split=chosen.split, img_size=size, in_chans=model.in_chans,
-        batch_size=chosen.batch_size, num_workers=chosen.num_workers, corrupt=chosen.corrupt,  # type: ignore[arg-type]
+        chosen.source, img_size=model.patch_embed.img_size[0], in_chans=model.in_chans, batch_size=chosen.batch_size,
+        num_workers=chosen.num_workers, corrupt=chosen.corrupt,  # type: ignore[arg-type]
     )  # fmt: skip
     data.evaluation = evaluation
-    if chosen.dataset:
-        data.open("validation")
-        return data, None
-    if not chosen.source:
-        raise MetaTTTError("no pictures are given: add source=<a picture or a folder>, or dataset=hfds/<name>")
     suffixes = tuple(sorted(data.timm.get_img_extensions()))
     mode = "RGB" if model.in_chans == 3 else "L"
     pictures = Pictures(path_of(chosen.source, "source"), suffixes, mode, chosen.corrupt)

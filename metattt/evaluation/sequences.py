@@ -93,14 +93,9 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
     return SequenceScores(torch.cat(losses).mean(0), torch.cat(hits).mean(0) if hits else None, count)
 
 
-def _row(name: str, one: SequenceScores) -> list[str]:
-    accuracy = "" if one.accuracy is None else f"{100 * one.accuracy.mean():.2f}"
-    return [
-        name,
-        f"{one.sequences:,}",
-        accuracy,
-        *(f"{value:.4f}" for value in (one.loss.mean(), one.loss[0], one.loss[-1])),
-    ]
+def _row(name: str, one: SequenceScores) -> list[object]:
+    accuracy = "" if one.accuracy is None else 100 * one.accuracy.mean().item()
+    return [name, one.sequences, accuracy, *(value.item() for value in (one.loss.mean(), one.loss[0], one.loss[-1]))]
 
 
 def _curve(name: str, one: SequenceScores) -> list[tuple[Any, ...]]:

@@ -3,8 +3,8 @@ inner loops."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from metattt.data.windows import Split, WindowData
 from metattt.errors import MetaTTTError, NotFinite
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
-from metattt.evaluation.evaluate import EvalData, Evaluation, data_of, numbered
-from metattt.evaluation.output import Report, check_same, table
+from metattt.evaluation.evaluate import EvalData, Evaluation, data_of
+from metattt.evaluation.output import check_same, table
 from metattt.measures import inner_loss
 from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS
@@ -70,10 +70,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         except NotFinite as error:
             raise MetaTTTError(f"{job.known[name].path}: {error}") from error
     columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")
-    totals = (
-        (name, f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.4f}", f"{one.bits_per_byte:.4f}")
-        for name, one in scores.items()
-    )
+    totals = ((name, one.tokens, one.loss, one.perplexity, one.bits_per_byte) for name, one in scores.items())
     job.console.print(table(f"{split} text of {data.source}", columns, totals))
     if len(edges) - 1 <= ROWS:
         job.console.print(by_position.bits_by_position(scores, edges))
@@ -81,23 +78,13 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         made.csv("by_position", by_position.COLUMNS, by_position.rows(scores, edges))
         if curves:
             made.csv("inner_loss", ("model", "layer", "mini_batch", *inner_loss.COLUMNS), inner_loss.rows(curves))
-        if made.no_pictures is None:
-            trained = {
-                name: int(one.config.data.context_length) for name, one in job.known.items() if "data" in one.config
-            }
-            by_position.plot(scores, edges, chosen.bins, trained, made.path("by_position", ".png"))
-            _plot_inner_losses(made, curves, len(scores) > 1)
-    if made.no_pictures is not None:
-        job.console.print(made.no_pictures, markup=False)
+        contexts = {int(one.config.data.context_length) for one in job.known.values() if "data" in one.config}
+        losses = {name: [one.between(*bin_).loss for bin_ in pairwise(edges)] for name, one in scores.items()}
+        axes = ("position (tokens of context)", "loss (nats per token)")
+        marks = sorted(length for length in contexts if length < data.context_length)
+        where = by_position.places(edges, chosen.bins)
+        made.plot("by_position", where, losses, "Loss by position", axes, chosen.bins == "log", marks)
     return scores
-
-
-def _plot_inner_losses(made: Report, curves: Mapping[str, dict[int, inner_loss.Curves]], several: bool) -> None:
-    """A picture for every model, with its name where there are several."""
-    safe = numbered([re.sub(r"[^\w.-]+", "-", name) for name in curves])
-    for (name, found), part in zip(curves.items(), safe, strict=True):
-        path = made.path(f"inner_loss_{part}" if several else "inner_loss", ".png")
-        inner_loss.plot(found, f"Inner loss of {name}", path)
 
 
 def _text(model: Trained, given: dict[str, Any]) -> dict[str, Any]:

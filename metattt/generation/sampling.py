@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -144,21 +145,36 @@ def generate(
         MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, a setting that is
             not allowed, or a state of other sequences; while it generates, `NotFinite` as `sample`.
     """
-    _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask, seed, stop)
+    if not isinstance(model, LanguageModel):
+        raise MetaTTTError(f"model is a {type(model).__name__}: it must be a LanguageModel")
+    require_ids(ids, model.vocab_size, "prompts")
+    if not len(ids):
+        raise MetaTTTError("there is no prompt to continue: ids have shape [0, T]")
+    if mask is not None:
+        check_flags(ids, mask, None)
+        if not mask.any(1).all():
+            raise MetaTTTError(
+                "mask has a row without a real token: it must be torch.bool, with a real token in every row"
+            )
+    check_integer("max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
+    check_sampling(temperature, top_k, top_p)
+    if seed is not None:
+        check_integer("seed", seed, 0, 2**63 - 1)
+    if not isinstance(stop, Collection) or not all(isinstance(token, int) for token in stop):
+        raise MetaTTTError(f"stop={stop!r:.100} is not allowed: it must be a collection of token ids")
     if state is not None and count_sequences(state) != len(ids):
         raise MetaTTTError(
             f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)"
         )
-    return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask, state)
+    next_token = partial(draw, temperature=temperature, top_k=top_k, top_p=top_p)
+    return _generate(model, ids, max_new_tokens, next_token, stop, seed, mask, state)
 
 
 def _generate(
     model: LanguageModel,
     ids: Tensor,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+    next_token: Callable[..., tuple[Tensor, Tensor]],
     stop: Collection[int],
     seed: int | None,
     mask: Tensor | None,
@@ -180,7 +196,7 @@ def _generate(
                 step, state = one_token_step(model, state, max_new_tokens - 1), None
             elif not ahead:
                 logits = step(token)
-            drawn, finite = draw(logits, temperature, top_k, top_p, generator)
+            drawn, finite = next_token(logits, generator=generator)
             token = torch.where(ended, token, drawn)
             ended = ended | (token.unsqueeze(1) == stops).any(1)
             report = Report(finite, ended.all())
@@ -198,37 +214,6 @@ def _generate(
 def _runs_ahead(device: torch.device) -> bool:
     """Whether a device goes on while the host reads what it has found."""
     return device.type == "cuda"
-
-
-def _check(
-    model: LanguageModel,
-    ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    mask: Tensor | None,
-    seed: int | None,
-    stop: object,
-) -> None:
-    """One clear line for a prompt or a setting that cannot be used."""
-    if not isinstance(model, LanguageModel):
-        raise MetaTTTError(f"model is a {type(model).__name__}: it must be a LanguageModel")
-    require_ids(ids, model.vocab_size, "prompts")
-    if not len(ids):
-        raise MetaTTTError("there is no prompt to continue: ids have shape [0, T]")
-    if mask is not None:
-        check_flags(ids, mask, None)
-        if not mask.any(1).all():
-            raise MetaTTTError(
-                "mask has a row without a real token: it must be torch.bool, with a real token in every row"
-            )
-    check_integer("max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
-    check_sampling(temperature, top_k, top_p)
-    if seed is not None:
-        check_integer("seed", seed, 0, 2**63 - 1)
-    if not isinstance(stop, Collection) or not all(isinstance(token, int) for token in stop):
-        raise MetaTTTError(f"stop={stop!r:.100} is not allowed: it must be a collection of token ids")
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -10,7 +10,7 @@ place of a number, and what a layer returns elsewhere is copied back as part of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.memory import content
 from metattt.models.language_model import LanguageModel, LanguageModelState
-from metattt.state import State
+from metattt.state import State, count_sequences
+from metattt.torch_private import pytree
 
 log = logging.getLogger("metattt")
 
@@ -89,10 +90,7 @@ def one_token_step(model: LanguageModel, state: LanguageModelState, count: int) 
         count: steps to come, at most.
     """
     device = model.embedding.weight.device
-    if device.type != "cuda":
-        return PlainStep(model, state)
-    if count < WORTH:
-        log.debug("generation: %d tokens are too few for a CUDA graph", count)
+    if device.type != "cuda" or count < WORTH:
         return PlainStep(model, state)
     try:
         captured = CapturedStep(model, state)
@@ -122,7 +120,7 @@ def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[Langu
         NotStatic: there is none.
     """
     apart = _apart(state)
-    token = torch.zeros(_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
+    token = torch.zeros(count_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
     # also compiles what is compiled
     _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), donate_state=True)
     static = _filled(apart, after).map(torch.clone)
@@ -149,55 +147,39 @@ def step_in_place(model: LanguageModel, token: Tensor, static: LanguageModelStat
     return logits[:, -1]
 
 
-def _apart(value: Any) -> Any:
+def _apart(state: Any) -> Any:
     """The state with sequences at places of their own: no place in a mini-batch is a number."""
-    if isinstance(value, State):
-        return value._replace(phase=None)
-    return _rebuilt(value, [_apart(item) for item in _items(value)]) if _is_node(value) else value
+    return pytree.tree_map(lambda x: x._replace(phase=None) if _of_layer(x) else x, state, is_leaf=_of_layer)
 
 
 def _filled(before: Any, after: Any) -> Any:
     """`before` with what a state leaves away where a mini-batch has just begun: zeros, and weights that have not moved
     from the last commit. A rule that counts no places keeps its number."""
-    if isinstance(before, State) and isinstance(after, State):
-        weights = dict(before.weights)
-        for slot in after.weights.keys() - weights.keys():
-            nothing = {name: torch.zeros_like(x) for name, x in after.weights[slot].items()}
-            weights[slot] = content(before.weights, slot) or nothing
-        return before._replace(weights=weights, phase=after.phase)
-    if _is_node(before) and type(before) is type(after) and len(before) == len(after):
-        return _rebuilt(before, [_filled(x, y) for x, y in zip(_items(before), _items(after), strict=True)])
-    return before
+
+    def fill(old: Any, new: Any) -> Any:
+        if not _of_layer(old):
+            return old
+        weights = dict(old.weights)
+        for slot in new.weights.keys() - weights.keys():
+            nothing = {name: torch.zeros_like(x) for name, x in new.weights[slot].items()}
+            weights[slot] = content(old.weights, slot) or nothing
+        return old._replace(weights=weights, phase=new.phase)
+
+    try:
+        return pytree.tree_map(fill, before, after, is_leaf=_of_layer)
+    except ValueError as error:
+        raise NotStatic(f"the state is of another structure after a token: {error}") from error
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, Mapping | tuple | list)
+def _of_layer(value: Any) -> bool:
+    return isinstance(value, State)
 
 
-def _items(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, Mapping) else list(value)
-
-
-def _rebuilt(value: Any, items: list[Any]) -> Any:
-    if isinstance(value, Mapping):
-        return dict(zip(value, items, strict=True))
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(state: Any) -> list[tuple[str, Any]]:
     """All tensors and numbers of a state by their place in it."""
-    if not _is_node(value):
-        yield path, value
-        return
-    names = list(value) if isinstance(value, Mapping) else getattr(value, "_fields", range(len(value)))
-    for name, item in zip(names, _items(value), strict=True):
-        yield from _leaves(item, f"{path}.{name}" if path else str(name))
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_leaves_with_path(state)]
 
 
 def _structure(state: Any) -> dict[str, Any]:
     """What must be the same after a token: shapes and types of tensors, and the numbers beside them."""
     return {path: (list(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (x,) for path, x in _leaves(state)}
-
-
-def _sequences(state: Any) -> int:
-    return next(len(x) for _, x in _leaves(state) if isinstance(x, Tensor))

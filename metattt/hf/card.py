@@ -73,5 +73,4 @@ def _described(layer: Any) -> str:
         inside = [_described(one) for one in layer.children() if isinstance(one, TTTLayer)]
         return " and ".join([type(layer).__name__, *inside])
     learner, task, rule = (type(part).__name__ for part in (layer.learner, layer.task, layer.optimizer))
-    size = f", mini-batches of {layer.optimizer.mini_batch_size} tokens" if layer.learner.has_weights else ""
-    return f"{layer.num_heads} heads; learner {learner}, task {task}, inner optimizer {rule}{size}"
+    return f"{layer.num_heads} heads; learner {learner}, task {task}, inner optimizer {rule}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from metattt.checkpoints.record import check_amounts, checked_record, make_record, record_config
 from metattt.errors import MetaTTTError
@@ -35,12 +34,12 @@ class MetaTTTConfig(PreTrainedConfig):
         metattt: what a checkpoint of ours says of its model: `version`, and `config` with components by name
             (`learner=mlp`). Everything that the model computes is in it.
         vocab_size, hidden_size, num_hidden_layers, tie_word_embeddings: V, D, blocks, whether the head is the
-            embedding; read from `metattt`, and there for other programs.
+            embedding; always those in `metattt`, and there for other programs.
         num_attention_heads: heads of the layers (1 where they differ or have none), because peft asks for it.
         use_cache: a call returns the state after its last token, for the next one.
 
     Raises:
-        MetaTTTError: a `metattt` that is no such record, or sizes that are not those in it.
+        MetaTTTError: a `metattt` that is no such record.
     """
 
     model_type: ClassVar[str] = "metattt"
@@ -62,9 +61,7 @@ class MetaTTTConfig(PreTrainedConfig):
         if self.metattt is not None:
             self.metattt = checked_record(copy.deepcopy(self.metattt), Path("config.json"))
             for name, size in self._sizes().items():
-                if getattr(self, name) is None:
-                    setattr(self, name, size)
-            self.check_sizes()
+                setattr(self, name, size)
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -91,7 +88,6 @@ class MetaTTTConfig(PreTrainedConfig):
         """
         if self.metattt is None:
             raise MetaTTTError("the configuration has no `metattt`: load one that metattt export has written")
-        self.check_sizes()
         config = record_config(self.metattt, Path("config.json"), (), trust)
         check_amounts(config, "config.json", MOST_BLOCKS)
         return config
@@ -101,38 +97,13 @@ class MetaTTTConfig(PreTrainedConfig):
         assert self.metattt is not None
         self.metattt["config"]["model"]["vocab_size"] = self.vocab_size = size
 
-    def check_sizes(self) -> None:
-        """Refuses sizes that are not those of the model.
-
-        Raises:
-            MetaTTTError: naming the first.
-        """
-        for name, size in self._sizes().items():
-            if getattr(self, name) != size:
-                raise MetaTTTError(
-                    f"config.json has {name}={getattr(self, name)!r:.40} and a model of {size}: they must "
-                    "agree; "
-                    "export the model again, or call model.resize_token_embeddings"
-                )
-
     def _sizes(self) -> dict[str, Any]:
+        """What the record says of the model, by the names of Transformers."""
         assert self.metattt is not None
-        try:
-            plain = OmegaConf.to_container(OmegaConf.create(_plain(self.metattt["config"])), resolve=True)
-        except OmegaConfBaseException as error:
-            raise MetaTTTError(
-                f"config.json cannot be read as a configuration: {str(error).splitlines()[0]}"
-            ) from error
-        model, layer = (plain.get(key) if isinstance(plain, dict) else None for key in PARTS)
-        if not isinstance(model, dict):
-            raise MetaTTTError("config.json has a `metattt` without a model: it is damaged")
-        known = {"tie_embeddings": True, **model}
+        model, layer = (self.metattt["config"].get(key) for key in PARTS)
+        known = {"tie_embeddings": True, **(model or {})}
         missing = [key for key in OF_RECORD.values() if key not in known]
         if missing:
             raise MetaTTTError(f"config.json has a model without {', '.join(missing)}: it is damaged")
         heads = layer.get("num_heads") if isinstance(layer, dict) else None
         return {name: known[key] for name, key in OF_RECORD.items()} | {"num_attention_heads": heads or 1}
-
-
-def _plain(node: Any) -> Any:
-    return {key: _plain(one) for key, one in node.items()} if isinstance(node, Mapping) else node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -39,26 +38,22 @@ class ExportSettings:
     target: str
     dtype: str | None = None
     tokenizer: str | None = None
-    push_to_hub: str | None = None
-    private: bool = True
     trust: Any = None
 
 
 def export(cfg: DictConfig) -> None:
-    """Writes the folder, uploads it if that is asked for, and says what it wrote.
+    """Writes the folder, and says what it wrote.
 
     Args:
         cfg: the configuration of the job `export`.
 
     Raises:
-        MetaTTTError: a source or a setting that cannot be used, a target that exists, an upload that fails.
+        MetaTTTError: a source or a setting that cannot be used, a target that exists.
     """
     usage = "metattt export source=<run or folder> target=<new folder>"
     chosen = settings(ExportSettings, cfg, source=f"no source is given: {usage}", target=f"no target is given: {usage}")
     if chosen.dtype is not None:
         check_choice("dtype", chosen.dtype, DTYPES)
-    if chosen.push_to_hub is not None:
-        check_name(chosen.push_to_hub)
     target, trust = check_new(chosen.target), modules(chosen.trust)
     about = open_trained(chosen.source, (*OF_TRAINING, "data"), trust)
     if "vocab_size" not in about.config.model:
@@ -70,8 +65,6 @@ def export(cfg: DictConfig) -> None:
     made = MetaTTTForCausalLM.of(model, config, trust)
     write_folder(target, made, tokenizer, OmegaConf.select(config, "data.context_length"))
     print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
-    if chosen.push_to_hub is not None:
-        print(push(target, chosen.push_to_hub, chosen.private))
 
 
 def write_folder(
@@ -112,37 +105,3 @@ def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
     return transformers.GenerationConfig(
         bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start
     )
-
-
-def check_name(name: str) -> None:
-    """Refuses what cannot be the name of a repository of somebody."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name, flags=re.ASCII):
-        raise MetaTTTError(
-            f"push_to_hub={name:.100} is not allowed: give <user or organisation>/<name>, as on the Hugging Face Hub"
-        )
-
-
-def push(folder: Path, name: str, private: bool = True) -> str:
-    """Uploads an exported folder, with the account of `hf auth login`, and returns where it is.
-
-    Args:
-        folder: to be uploaded.
-        name: of the repository, `<user or organisation>/<name>`; it is made if it is not there.
-        private: a repository that is made is seen by its owner alone.
-
-    Raises:
-        MetaTTTError: the name is none, or the Hub does not take it. The folder stays.
-    """
-    check_name(name)
-    hub = need("huggingface_hub", extra="hf", what="push_to_hub")
-    try:
-        api = hub.HfApi()
-        api.create_repo(name, private=private, exist_ok=True)
-        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="metattt export")
-    except Exception as error:  # of the network, of the Hub, of an account: as many kinds as they have
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise MetaTTTError(
-            f"{folder} is written, but push_to_hub={name} failed: {reason[:200]}\n"
-            f"Log in with `hf auth login`, and then: hf upload {name} {folder}"
-        ) from error
-    return str(getattr(found, "commit_url", found))

@@ -4,7 +4,6 @@ the gates alive?"""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,8 @@ from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
-from metattt.measures.inner_steps import before_each, inner_losses, learns
-from metattt.state import State, Tensors
+from metattt.measures.inner_steps import before_each, inner_losses, learns, read_in_pieces
+from metattt.state import Tensors
 
 TOKENS = 32  # looked at in each sequence: whole mini-batches, spread over it
 
@@ -107,31 +106,25 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
 
 def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`before`, `after`, `rising` and `worse` of `Health`, of `TOKENS` tokens of every sequence."""
-    rule, loop = layer.optimizer, layer.inner
-    accum_dtype, matmul_dtype = tokens.gates.eta.dtype, tokens.k.dtype
+    rule, count = layer.optimizer, x.shape[1]
+    accum_dtype = tokens.gates.eta.dtype
     slow = {name: value.to(accum_dtype) for name, value in layer.learner.slow.items()}
-    alone = loop._replace(slow=slow, matmul_dtype=matmul_dtype)
-    batch, count = tokens.k.shape[0], tokens.k.shape[2]
+    loop = layer.inner._replace(slow=slow, matmul_dtype=tokens.k.dtype)
     size = min(rule.mini_batch_size, count)
-    looked = _spread(count // size, max(1, TOKENS // size))
     by_token = rule.read in ("inclusive", "exclusive") and not layer.learner.mixes_tokens
-    state = State(tokens.k.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
-    begun = now = rule.current(loop.start(batch, accum_dtype), 0)
-    seen: list[list[Tensor]] = []  # with W0, W_{t−1} and W_t: [B, H, n] of every mini-batch that is looked at
-    first = 0
-    for index in looked:
-        lengths = [1] * size if by_token else [size]
-        losses: list[list[Tensor]] = []
-        for width in ([index * size - first] if index * size > first else []) + lengths:
-            token = tokens.map(partial(_slice, first, first + width))
-            call = layer.call(x[:, first : first + width], state)
-            first, old = first + width, now
-            _, state = loop.run(token, state, call)
-            now = rule.current(state.weights, state.phase or 0)
-            if first > index * size:  # before that, what lies between two mini-batches is read at once
-                losses.append([_losses(alone, weights, token, accum_dtype) for weights in (begun, old, now)])
-        seen.append([torch.cat(values, 2) for values in zip(*losses, strict=True)])
-    start, before, after = (torch.stack(values) for values in zip(*seen, strict=True))  # [mini-batches, B, H, n]
+    lengths: list[int] = []
+    marks: list[int | None] = []  # which mini-batch a piece belongs to; None: it lies between two that are looked at
+    for index in _spread(count // size, max(1, TOKENS // size)):
+        gap = index * size - sum(lengths)
+        inside = [1] * size if by_token else [size]
+        lengths += [*([gap] if gap else []), *inside]
+        marks += [*([None] if gap else []), *[index] * len(inside)]
+    seen: dict[int, list[tuple[Tensor, ...]]] = {}  # with W0, W_{t−1} and W_t: [B, H, n] of the pieces
+    for mark, (token, *weights) in zip(marks, read_in_pieces(layer, x, None, lengths), strict=True):
+        if mark is not None:
+            seen.setdefault(mark, []).append(tuple(_losses(loop, one, token, accum_dtype) for one in weights))
+    whole = [[torch.cat(values, 2) for values in zip(*losses, strict=True)] for losses in seen.values()]
+    start, before, after = (torch.stack(values) for values in zip(*whole, strict=True))  # [mini-batches, B, H, n]
     rising, worse = ~(after <= before), ~(before <= start)  # NaN is no progress either
     return (
         before.mean((0, 1)),
@@ -139,10 +132,6 @@ def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tenso
         rising.to(accum_dtype).mean((0, 1)),
         worse.to(accum_dtype).mean((0, 1)),
     )
-
-
-def _slice(start: int, stop: int, value: Tensor) -> Tensor:
-    return value[:, :, start:stop]
 
 
 def _spread(count: int, wanted: int) -> list[int]:

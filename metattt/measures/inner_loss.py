@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -20,19 +18,12 @@ from metattt.errors import MetaTTTError, NotFinite
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
-from metattt.measures.inner_steps import before_each
+from metattt.measures.inner_steps import before_each, read_in_pieces
 from metattt.models.language_model import LanguageModel
-from metattt.optional import need
 from metattt.state import WHOLE_CALL, State, Tensors
 
 Curves = dict[str, Tensor]
-LABELS = {
-    "init": "init: W0",
-    "step_0": "step_0: before the mini-batch",
-    "step_1": "step_1: after it",
-    "target_variance": "target variance",
-}
-COLUMNS = ("position", *LABELS)
+COLUMNS = ("position", "init", "step_0", "step_1", "target_variance")
 
 
 def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) -> dict[int, Curves]:
@@ -147,26 +138,10 @@ class _Recorder:
 
     def look(self, x: Tensor, state: State | None) -> None:
         """Reads what the layer is about to read."""
-        layer = self.layer
-        rule, size = layer.optimizer, layer.optimizer.mini_batch_size
-        if state is None:
-            state = layer.start(x)
-        views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
-        matmul_dtype, accum_dtype, loop = views.k.dtype, gates.eta.dtype, layer.inner
-        first = rule.current(loop.start(x.shape[0], accum_dtype), 0)
-        count, rest = divmod(x.shape[1], size)
-        lengths = [size] * count + [rest] * (rest > 0)
-        pieces = Tokens(views, gates).split(lengths)
-        inner = state
-        for tokens, part in zip(pieces[:count], x.split(lengths, dim=1), strict=False):
-            before = rule.current(inner.weights, 0) if inner.weights else first
-            _, inner = loop.run(tokens, inner, layer.call(part, inner))
-            now = rule.current(inner.weights, 0)
-            self._record(
-                tokens.map(lambda view: view.to(accum_dtype)),
-                {"init": first, "step_0": before, "step_1": now},
-                matmul_dtype,
-            )
+        size = self.layer.optimizer.mini_batch_size
+        for tokens, begun, before, after in read_in_pieces(self.layer, x, state, [size] * (x.shape[1] // size)):
+            wide = tokens.map(lambda view: view.to(tokens.gates.eta.dtype))  # noqa: B023
+            self._record(wide, {"init": begun, "step_0": before, "step_1": after}, tokens.k.dtype)
 
     def _record(self, tokens: Tokens, weights: dict[str, Tensors], matmul_dtype: torch.dtype) -> None:
         learner, k, v = self.layer.learner, tokens.k, tokens.v
@@ -200,47 +175,3 @@ def rows(curves: Mapping[str, Mapping[int, Curves]]) -> Iterator[tuple[Any, ...]
             columns = [statistics[name].tolist() for name in COLUMNS]
             yield from ((label, index, number, *row) for number, row in enumerate(zip(*columns, strict=True)))
 
-
-def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64) -> None:
-    """Draws the three curves of every layer into a PNG file, a panel for each layer, with the target's variance as a
-    dashed line.
-
-    Args:
-        curves: by the index of the block.
-        title: of the figure.
-        path: the PNG.
-        points: longer curves are smoothed: every point is the mean of equally many mini-batches, `points` of them or
-            less.
-    """
-    need("matplotlib", extra="train", what="a plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = min(4, math.ceil(math.sqrt(len(curves))))
-    rows = math.ceil(len(curves) / columns)
-    figure = Figure(figsize=(3.4 * columns + 0.6, 2.5 * rows + 0.8), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for panel, (index, statistics) in zip(panels, curves.items(), strict=False):
-        values = {name: statistics[name].double().cpu().numpy() for name in COLUMNS}
-        group = math.ceil(len(values["position"]) / points)
-        where = _grouped(values["position"], group)
-        for name, label in LABELS.items():
-            dashed = {"color": "gray", "linestyle": "--", "linewidth": 0.9} if name == "target_variance" else {}
-            panel.plot(where, _grouped(values[name], group), label=label, **({"linewidth": 1.3} | dashed))
-        panel.set_title(f"layer {index}", fontsize=9)
-        panel.set_xlabel("position (tokens)", fontsize=8)
-        panel.set_ylabel("squared error", fontsize=8)
-        panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=8)
-    for panel in panels[len(curves) :]:
-        panel.set_visible(False)
-    figure.suptitle(title, fontsize=11)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False
-    )
-    FigureCanvasAgg(figure).print_png(path)
-
-
-def _grouped(values: np.ndarray, size: int) -> np.ndarray:
-    """Means of `size` neighbours; the last group may be smaller."""
-    return np.array([values[start : start + size].mean() for start in range(0, len(values), size)])

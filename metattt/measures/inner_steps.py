@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,6 +15,7 @@ from metattt.inner.final import steps
 from metattt.inner.tokens import Tokens, consecutive
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
+from metattt.state import State, Tensors
 
 if TYPE_CHECKING:
     from metattt.models.vision import ImageTransformer
@@ -86,6 +87,36 @@ def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, 
         if layers:
             model(images)
     return found
+
+
+def read_in_pieces(
+    layer: TTTLayer, x: Tensor, state: State | None, lengths: Sequence[int]
+) -> Iterator[tuple[Tokens, Tensors, Tensors, Tensors]]:
+    """What a layer's own inner loop does with `x` `[B, T, D]`, read in pieces.
+
+    Args:
+        layer: with weights to train.
+        x: its input.
+        state: it goes on from this; None: from W0.
+        lengths: of the pieces (tokens); what is left of the tokens is not read.
+
+    Yields:
+        The tokens of a piece, and weights `[B, H, *shape]` by name: W0, those before the piece and those after it.
+    """
+    rule, loop = layer.optimizer, layer.inner
+    state = layer.start(x) if state is None else state
+    views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
+    begun = now = rule.current(loop.start(len(x), gates.eta.dtype), 0)
+    if state.weights:
+        now = rule.current(state.weights, state.phase or 0)
+    tokens, first = Tokens(views, gates), 0
+    for length in lengths:
+        here = slice(first, first + length)
+        piece, part, first = tokens.map(lambda view: view[:, :, here]), x[:, here], first + length  # noqa: B023
+        before = now
+        _, state = loop.run(piece, state, layer.call(part, state))
+        now = rule.current(state.weights, state.phase or 0)
+        yield piece, begun, before, now
 
 
 def learns(layer: object) -> TypeGuard[TTTLayer]:

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from metattt.models.end_to_end import EndToEnd
     from metattt.models.language_model import LanguageModel
-    from metattt.models.mttt import mttt_from_published
     from metattt.models.published import from_published, to_published
 
-__all__ = ["EndToEnd", "LanguageModel", "from_published", "mttt_from_published", "to_published"]
+__all__ = ["EndToEnd", "LanguageModel", "from_published", "to_published"]
 
 _HOMES = {
     "EndToEnd": "metattt.models.end_to_end",
     "LanguageModel": "metattt.models.language_model",
-    "mttt_from_published": "metattt.models.mttt",
 }
 
 

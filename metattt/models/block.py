@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.declared import Declared
 from metattt.errors import MetaTTTError
+from metattt.inner.causality import Causality
 from metattt.inner.packing import Packing
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import CausalConv
@@ -72,6 +74,59 @@ class Block(nn.Module):
         if self.ours:
             return self.layer(self.layer_norm(x), state, packing=packing, donate_state=donate_state)
         return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
+
+
+class Backbone(Declared):
+    """What models of blocks around sequence layers share; a subclass declares the settings `dim`, `ffn_dim`,
+    `pre_conv`, `conv_width` and `norm_eps`."""
+
+    _group = "model"
+
+    def make_blocks(self, layers: Sequence[Callable[[], nn.Module]], count: int, causal: bool = True) -> None:
+        """`count` blocks, whose layers the functions make in turn.
+
+        Raises:
+            MetaTTTError: more blocks than the machine can hold; a layer that sees the future, if `causal`.
+        """
+        dim: Any = self.dim
+        hidden: Any = getattr(self, "ffn_dim", None)
+        self.ffn_dim = default_ffn(dim) if hidden is None else hidden
+        check_blocks("model.num_layers", count, 3 * dim * self.ffn_dim + dim * dim)
+        self.blocks, causality = nn.ModuleList(), Causality()
+        for number in range(count):
+            made = make_layer(layers[number % len(layers)], number)
+            if causal:
+                causality.check(made, dim)
+            self.blocks.append(self._block(number, made))
+
+    def _block(self, number: int, layer: nn.Module) -> Block:
+        """The block of this number around a layer."""
+        width: Any = self.conv_width if self.pre_conv else None
+        return Block(self.dim, layer, self.ffn_dim, width, self.norm_eps)  # type: ignore[arg-type]
+
+    def check_causal(self) -> None:
+        """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.
+
+        Raises:
+            MetaTTTError: a layer that sees the future.
+        """
+        causality = Causality()
+        for block in self.blocks:
+            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
+
+    def num_parameters(self) -> int:
+        """Number of parameters, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def _key(self, name: str) -> str:
+        return "dim" if name == "dim" else super()._key(name)
+
+
+def take(model: nn.Module, name: str) -> Any:
+    """A setting of a model that is no part of it once its blocks are made: what makes a layer, or is copied."""
+    value = model._modules.pop(name, getattr(model, name, None))
+    model.__dict__.pop(name, None)
+    return value
 
 
 def pattern_of(layer: object, blocks: object, count: int) -> Sequence[Callable[[], nn.Module]]:

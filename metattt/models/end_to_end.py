@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
+from metattt.errors import MetaTTTError, check_integer
 from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.swiglu import SwiGLU
-from metattt.models.block import INIT_STD, Block
+from metattt.models.block import INIT_STD, Block, take
 from metattt.models.end_to_end_loop import Adaptation, Loop
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.modules import rounds
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
+
+TAKEN = (
+    "vocab_size", "dim", "num_layers", "layer", "ffn_dim", "norm_eps", "tie_embeddings", "checkpoint_blocks",
+)  # fmt: skip
+"""Settings of every language model that this one has."""
 
 ALONE = "model=ttt_e2e has one inner loop over all of its tokens and last blocks"
 
@@ -86,7 +92,7 @@ class EndToEndBlock(Block):
 
 
 @register(group="model", name="ttt_e2e", version=2)
-class EndToEnd(LanguageModel):
+class EndToEnd(LanguageModel, takes=TAKEN):
     """End-to-end test-time training (arXiv 2512.23675): window attention in every block, and in the last ones a second
     MLP whose weights W are the hidden state. They learn to predict the next token, by the loss of the whole network:
 
@@ -118,56 +124,34 @@ class EndToEnd(LanguageModel):
     """
 
     carried = 1
+    pre_conv = False
+    scale = 1.0  #: of η: the callback inner_warmup moves it
+    suffix: int | None = setting(default=None, advice=", or null for a quarter of the blocks")
+    mini_batch_size: int = setting(default=1024)
+    inner_lr: float = setting(default=1.0)
+    inner_clip: float | None = setting(default=1.0, above=0, advice=", or null for no bound")
+    first_order: bool = setting(default=False)
+    post_norm: bool = setting(default=True)
+    learner: Any = setting(default=None)
+    checkpoint_mini_batches: bool = setting(default=True)
 
-    def __init__(
-        self,
-        vocab_size: int,
-        dim: int,
-        num_layers: int,
-        layer: Callable[[], nn.Module] | None = None,
-        ffn_dim: int | None = None,
-        norm_eps: float = 1e-6,
-        tie_embeddings: bool = True,
-        checkpoint_blocks: bool = False,
-        suffix: int | None = None,
-        mini_batch_size: int = 1024,
-        inner_lr: float = 1.0,
-        inner_clip: float | None = 1.0,
-        first_order: bool = False,
-        post_norm: bool = True,
-        learner: Any = None,
-        checkpoint_mini_batches: bool = True,
-    ):
-        check_integer("model.num_layers", num_layers)
-        if suffix is not None:
-            check_integer("model.suffix", suffix, 1, num_layers, advice=", or null for a quarter of the blocks")
-        check_integer("model.mini_batch_size", mini_batch_size)
-        check_number("model.inner_lr", inner_lr)
-        if inner_clip is not None:
-            check_number("model.inner_clip", inner_clip, above=0, advice=", or null for no bound")
-        flags = {"first_order": first_order, "post_norm": post_norm, "checkpoint_mini_batches": checkpoint_mini_batches}
-        for name, flag in flags.items():
-            check_flag(f"model.{name}", flag)
+    def create_modules(self) -> None:
+        if self.suffix is None:
+            self.suffix = max(1, math.ceil(self.num_layers / 4))
+        check_integer("model.suffix", self.suffix, 1, self.num_layers, ", or null for a quarter of the blocks")
+        self.prefix = self.num_layers - self.suffix
+        learner = take(self, "learner")
         if learner is not None:
             _check_learner(learner)
-        self.suffix = max(1, math.ceil(num_layers / 4)) if suffix is None else suffix
-        self.prefix = num_layers - self.suffix
-        self._made_with = (post_norm, learner)  # for the blocks, which are made at once
-        super().__init__(
-            vocab_size, dim, num_layers, layer, ffn_dim, pre_conv=False, norm_eps=norm_eps,
-            tie_embeddings=tie_embeddings, checkpoint_blocks=checkpoint_blocks,
-        )  # fmt: skip
-        del self._made_with
-        self.mini_batch_size, self.inner_lr, self.inner_clip = mini_batch_size, float(inner_lr), inner_clip
-        self.scale = 1.0  # of η: the callback inner_warmup moves it
-        self.first_order, self.checkpoint_mini_batches = first_order, checkpoint_mini_batches
+        self.__dict__["memory"] = learner  # for `_block`; it is no module of the model
+        super().create_modules()
+        del self.__dict__["memory"]
 
-    def _block(
-        self, number: int, layer: nn.Module, ffn_dim: int, conv_width: int | None, norm_eps: float
-    ) -> EndToEndBlock:
-        post_norm, learner = self._made_with
+    def _block(self, number: int, layer: nn.Module) -> EndToEndBlock:
+        assert self.ffn_dim is not None
+        make = partial(EndToEndBlock, self.dim, layer, self.ffn_dim, self.norm_eps, self.post_norm)
         if number < self.prefix:
-            return EndToEndBlock(self.dim, layer, ffn_dim, norm_eps, post_norm, None)
+            return make(None)
         found = layer.learner if isinstance(layer, TTTLayer) else layer
         if not isinstance(found, KernelEstimator) or found.window is None:
             kind = f"{type(found).__name__}{' without a window' if isinstance(found, KernelEstimator) else ''}"
@@ -175,12 +159,13 @@ class EndToEnd(LanguageModel):
                 f"block {number} has fast weights, and its layer is a {kind}: set layer=window_attention, or fewer "
                 "model.suffix"
             )
-        memory = SwiGLU(expansion=ffn_dim / self.dim) if learner is None else copy.deepcopy(learner)
+        learner = self.__dict__["memory"]
+        memory = SwiGLU(expansion=self.ffn_dim / self.dim) if learner is None else copy.deepcopy(learner)
         memory.setup(1, self.dim, self.dim)
         if learner is None:
             for weight in memory.init.values():
                 nn.init.normal_(weight, std=INIT_STD)
-        return EndToEndBlock(self.dim, layer, ffn_dim, norm_eps, post_norm, memory)
+        return make(memory)
 
     @property
     def base_lr(self) -> float:
@@ -201,7 +186,7 @@ class EndToEnd(LanguageModel):
         """The layers of a state are those of the blocks, and an `Adaptation`."""
         held = before.layers[-1]
         if held is not None:
-            _check_held(held, len(ids), self.suffix)
+            _check_held(held, len(ids), len(self.blocks) - self.prefix)
         x, layers, tails = self._through(self.prefix, self.embedding(ids), before, ctx, packing, donate_state)
         x, states, held = self.inner.run(x, ids, before.layers[self.prefix : -1], held, packing)
         return x, [*layers, *states, held], [*tails, *(None for _ in states), None]

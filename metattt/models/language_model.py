@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
-from metattt.inner.causality import Causality
+from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.diagnostics import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.memory_limit import check_memory_limit
-from metattt.models.block import INIT_STD, Block, check_blocks, default_ffn, make_layer, pattern_of
+from metattt.models.block import INIT_STD, Backbone, pattern_of, take
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, count_bytes, map_tensors, move_tensors
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ torch.serialization.add_safe_globals([LanguageModelState])
 
 
 @register(group="model", name="language_model", version=2)
-class LanguageModel(nn.Module):
+class LanguageModel(Backbone):
     """Embedding, `num_layers` pre-norm blocks, final RMSNorm, head (arXiv 2407.04620, App. C).
 
     Args:
@@ -103,60 +103,36 @@ class LanguageModel(nn.Module):
             are.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        dim: int,
-        num_layers: int,
-        layer: Callable[[], nn.Module] | None = None,
-        ffn_dim: int | None = None,
-        pre_conv: bool = True,
-        conv_width: int = 4,
-        norm_eps: float = 1e-6,
-        tie_embeddings: bool = True,
-        checkpoint_blocks: bool = False,
-        causal: bool = True,
-        blocks: Any = None,
-    ):
-        super().__init__()
-        check_integer("dim", dim)
-        ffn_dim = default_ffn(dim) if ffn_dim is None else ffn_dim
-        sizes = {"vocab_size": vocab_size, "num_layers": num_layers, "ffn_dim": ffn_dim, "conv_width": conv_width}
-        for name, size in sizes.items():
-            check_integer(f"model.{name}", size)
-        check_number("model.norm_eps", norm_eps, above=0)
-        flags = {"pre_conv": pre_conv, "tie_embeddings": tie_embeddings, "causal": causal}
-        for name, flag in (flags | {"checkpoint_blocks": checkpoint_blocks}).items():
-            check_flag(f"model.{name}", flag)
-        layers = pattern_of(layer, blocks, num_layers)
+    vocab_size: int = setting()
+    dim: int = setting()
+    num_layers: int = setting()
+    layer: Callable[[], nn.Module] | None = setting(default=None)
+    ffn_dim: int | None = setting(default=None)
+    pre_conv: bool = setting(default=True)
+    conv_width: int = setting(default=4)
+    norm_eps: float = setting(default=1e-6, above=0)
+    tie_embeddings: bool = setting(default=True)
+    checkpoint_blocks: bool = setting(default=False)
+    causal: bool = setting(default=True)
+    pattern: Any = setting(default=None, alias="blocks")
+
+    def create_modules(self) -> None:
+        dim, vocab_size = self.dim, self.vocab_size
         check_memory_limit(
             dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim"
         )
-        check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
-        self.vocab_size = vocab_size
-        self.checkpoint_blocks = checkpoint_blocks
         self.embedding = nn.Embedding(vocab_size, dim)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
-        width = conv_width if pre_conv else None
-        self.blocks = nn.ModuleList()
-        self.causal, self.dim, causality = causal, dim, Causality()
-        for number in range(num_layers):
-            made = make_layer(layers[number % len(layers)], number)
-            if causal:
-                causality.check(made, dim)
-            self.blocks.append(self._block(number, made, ffn_dim, width, norm_eps))
-        self.final_norm = nn.RMSNorm(dim, eps=norm_eps)
+        layers = pattern_of(take(self, "layer"), take(self, "pattern"), self.num_layers)
+        self.make_blocks(layers, self.num_layers, self.causal)
+        self.final_norm = nn.RMSNorm(dim, eps=self.norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        if tie_embeddings:
+        if self.tie_embeddings:
             self.head.weight = self.embedding.weight
         else:
             nn.init.normal_(self.head.weight, std=INIT_STD)
 
     carried = 0  #: entries of a state's `layers` after those of the blocks
-
-    def _block(self, number: int, layer: nn.Module, ffn_dim: int, conv_width: int | None, norm_eps: float) -> Block:
-        """The block of this number around a layer."""
-        return Block(self.dim, layer, ffn_dim, conv_width, norm_eps)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
         """Logits of the next token.
@@ -303,15 +279,9 @@ class LanguageModel(nn.Module):
         return block(x, state, tail, ctx, packing, donate_state)
 
     def check_causal(self) -> None:
-        """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.
-
-        Raises:
-            MetaTTTError: a layer that sees the future, or a model that was made for such layers.
-        """
+        """As `Backbone.check_causal`; a model that was made for layers that see the future is refused, too."""
         self._require_causal()
-        causality = Causality()
-        for block in self.blocks:
-            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
+        super().check_causal()
 
     def _explain(self, error: Exception, ids: object, state: object) -> None:
         """Raises what is wrong with the inputs of a call that has failed; returns where nothing is."""
@@ -332,7 +302,3 @@ class LanguageModel(nn.Module):
             raise MetaTTTError(
                 "a model with causal=False may see the token that it is to predict: set model.causal=true"
             )
-
-    def num_parameters(self) -> int:
-        """Number of parameters, shared ones counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())

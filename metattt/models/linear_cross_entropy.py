@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_LOGITS = 2**24  # logits at a time: 64 MiB in fp32
-OF_TORCH = hasattr(nn, "LinearCrossEntropyOptions")  # torch cuts the rows itself, from 2.13 on
 
 
 def linear_cross_entropy(
@@ -48,10 +47,6 @@ def linear_cross_entropy(
         return torch.cat(losses)
     device = x.device.type
     matmul_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    wide = matmul_dtype == weight.dtype == _wide(x).dtype  # from 16-bit operands torch's would return a 16-bit loss
-    if OF_TORCH and wide:
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
-        return F.linear_cross_entropy(x, weight, labels, reduction="sum", ignore_index=ignore_index, options=options)
     total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, matmul_dtype)
     return total
 

@@ -8,7 +8,7 @@ the same function.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -279,15 +279,7 @@ def _tensor(name: str, value: Any) -> Tensor:
         raise MetaTTTError(f"{name} holds {type(value).__name__}, not a tensor: give the parameters alone") from error
 
 
-def _list(names: Iterable[str]) -> str:
-    """Names in order; those that differ in the number of the block alone as one,
-    `model.layers.{0,1,2}.conv.conv.bias`."""
-    blocks: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        found = re.fullmatch(r"(.*?(?:layers\.|h/|blocks\.))(\d+)(.*)", name)
-        blocks.setdefault((found[1], found[3]) if found else (name, ""), []).extend([int(found[2])] if found else [])
-    shown = []
-    for (before, after), numbers in blocks.items():
-        which = ",".join(map(str, sorted(numbers)))
-        shown.append(before + (f"{{{which}}}" if len(numbers) > 1 else which) + after)
-    return ", ".join(sorted(shown))
+def _list(names: Collection[str]) -> str:
+    """The first names in order, and how many more there are."""
+    first, more = sorted(names)[:8], len(names) - 8
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")

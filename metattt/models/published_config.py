@@ -26,7 +26,9 @@ JAX_LAYERS = {  # seq_modeling_block of the JAX trainer: (ttt_layer_type, whethe
     "ttt_mlp_base": ("mlp", False),
 }
 NO_DEFAULT = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-HOW_NOT_WHAT = ("training", "form", "group_size", "compute_chunk", "changes", "token_step_map")
+HOW_NOT_WHAT = (
+    "training", "form", "group_size", "compute_chunk", "changes", "token_step_map", "checkpoint_blocks", "conv_width",
+)  # fmt: skip
 """Attributes that never change a result, and how token steps are made of a parameter, which is converted."""
 
 

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
-from metattt.inner.causality import Causality
-from metattt.models.block import Block, check_blocks, check_function, default_ffn, make_layer
+from metattt.errors import MetaTTTError
+from metattt.models.block import Backbone, check_function, take
 from metattt.models.language_model import LanguageModelState
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context
 
 
 @register(group="model", name="regression")
-class Regression(nn.Module):
+class Regression(Backbone):
     """A linear map in the place of the embedding, the blocks of `LanguageModel`, and a head with one output (the model
     of Garg et al., arXiv 2208.01066, Sec. 3, with any layer).
 
@@ -34,34 +34,21 @@ class Regression(nn.Module):
         MetaTTTError: a size that is not positive, or a layer that sees the future.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        dim: int,
-        num_layers: int,
-        layer: Callable[[], nn.Module],
-        ffn_dim: int | None = None,
-        pre_conv: bool = True,
-        conv_width: int = 4,
-        norm_eps: float = 1e-6,
-    ):
-        super().__init__()
-        check_integer("dim", dim)
-        ffn_dim = default_ffn(dim) if ffn_dim is None else ffn_dim
-        sizes = {"in_features": in_features, "num_layers": num_layers, "ffn_dim": ffn_dim, "conv_width": conv_width}
-        for name, size in sizes.items():
-            check_integer(f"model.{name}", size)
-        check_number("model.norm_eps", norm_eps, above=0)
-        check_flag("model.pre_conv", pre_conv)
+    in_features: int = setting()
+    dim: int = setting()
+    num_layers: int = setting()
+    layer: Callable[[], nn.Module] = setting()
+    ffn_dim: int | None = setting(default=None)
+    pre_conv: bool = setting(default=True)
+    conv_width: int = setting(default=4)
+    norm_eps: float = setting(default=1e-6, above=0)
+
+    def create_modules(self) -> None:
+        dim, layer = self.dim, take(self, "layer")
         check_function("layer", layer)
-        check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
-        self.in_features, self.dim, causality = in_features, dim, Causality()
-        self.read, self.blocks = nn.Linear(in_features, dim), nn.ModuleList()
-        for number in range(num_layers):
-            made = make_layer(layer, number)
-            causality.check(made, dim)
-            self.blocks.append(Block(dim, made, ffn_dim, conv_width if pre_conv else None, norm_eps))
-        self.final_norm, self.head = nn.RMSNorm(dim, eps=norm_eps), nn.Linear(dim, 1)
+        self.read = nn.Linear(self.in_features, dim)
+        self.make_blocks([layer], self.num_layers)
+        self.final_norm, self.head = nn.RMSNorm(dim, eps=self.norm_eps), nn.Linear(dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[B, T, F]` to answers `[B, T]`, each made from the tokens up to it."""
@@ -88,17 +75,3 @@ class Regression(nn.Module):
             layers.append(layer_state)
             tails.append(tail)
         return self.head(self.final_norm(stream)).squeeze(-1), LanguageModelState(tuple(layers), tuple(tails))
-
-    def check_causal(self) -> None:
-        """Looks at the layers as they are now.
-
-        Raises:
-            MetaTTTError: a layer that sees the future.
-        """
-        causality = Causality()
-        for block in self.blocks:
-            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
-
-    def num_parameters(self) -> int:
-        """Number of parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.memory_limit import check_memory_limit
-from metattt.models.block import check_blocks
+from metattt.models.block import check_blocks, check_function
 from metattt.optional import need
 from metattt.registry import register
 
@@ -84,8 +84,7 @@ class ImageTransformer(VisionTransformer):
             check_integer(f"model.{name}", size, least=0 if name == "num_classes" else 1)
         check_number("model.mlp_ratio", mlp_ratio, above=0)
         check_flag("model.checkpoint", checkpoint)
-        if not callable(layer) or isinstance(layer, nn.Module):
-            raise MetaTTTError(f"layer is a {type(layer).__name__}: it must be a function that makes a layer")
+        check_function("layer", layer)
         if img_size % patch_size:
             raise MetaTTTError(f"model.patch_size={patch_size} does not divide model.img_size={img_size}")
         if position == "sincos2d" and embed_dim % 4:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ def masks(spec: Specimen) -> float:
     x = spec.tokens(batch=4)
     lengths = [x.shape[1], x.shape[1] - 3, 2, 0]
     apart = [_alone(layer, x[:, :length], row) for row, length in enumerate(lengths)]
-    later = torch.stack([_later(layer, alone.state, len(x))[row] for row, alone in enumerate(apart)])
+    later = torch.stack([_later(layer, state, len(x))[row] for row, (_, state) in enumerate(apart)])
     worst = 0.0
     for layout in ("left", "right", "inside"):
         padded, mask = pad(x, lengths, layout)
@@ -38,7 +37,7 @@ def masks(spec: Specimen) -> float:
         together = run(layer, padded, mask=mask, grads=inside)
         if together.y[~mask].any():
             return math.inf
-        worst = max(worst, *(distance(together.y[row, mask[row]], alone.y) for row, alone in enumerate(apart)))
+        worst = max(worst, *(distance(together.y[row, mask[row]], y) for row, (y, _) in enumerate(apart)))
         worst = max(worst, distance(_later(layer, together.state, len(x)), later))
         if inside:
             worst = max(worst, _gradients_apart(layer, x, lengths, mask, together))
@@ -71,9 +70,9 @@ def packing(spec: Specimen) -> float:
         for row, places in enumerate(starts):
             ends = sorted({0, *places, length})
             for start, end in itertools.pairwise(ends):
-                alone = _alone(layer, x[:, start:end], row, carried if start not in places else None)
-                worst = max(worst, distance(together.y[row, start:end], alone.y))
-            later.append(_later(layer, alone.state, len(x))[row])
+                y, state = _alone(layer, x[:, start:end], row, carried if start not in places else None)
+                worst = max(worst, distance(together.y[row, start:end], y))
+            later.append(_later(layer, state, len(x))[row])
         worst = max(worst, distance(_later(layer, together.state, len(x)), torch.stack(later)))
         if layer.optimizer.read != "block" and carried is not None:
             parts = run(layer, x, [2, length - 2, length - 1], reset=reset, state=carried)
@@ -94,22 +93,15 @@ def pad(x: Tensor, lengths: list[int], layout: str) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
-class _Alone(NamedTuple):
-    """Outputs `[T, D]` of one row, and the state after it; None: it has no tokens."""
-
-    y: Tensor
-    state: State | None
-
-
-def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> _Alone:
-    """The outputs `[T, D]` of one row without padding; run with as many copies as there are rows, so that row `row`
-    draws its own noise."""
+def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> tuple[Tensor, State | None]:
+    """The outputs `[T, D]` of one row without padding, and the state after it (None: it has no tokens); run with as
+    many copies as there are rows, so that row `row` draws its own noise."""
     if x.shape[1] == 0:
-        return _Alone(x[row], None)
+        return x[row], None
     if state is not None:
         state = state.select(torch.full((x.shape[0],), row))
     alone = run(layer, x[row].expand(x.shape[0], -1, -1), state=state)
-    return _Alone(alone.y[row], alone.state)
+    return alone.y[row], alone.state
 
 
 def _later(layer: TTTLayer, state: State | None, batch: int) -> Tensor:

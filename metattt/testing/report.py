@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Iterator
 from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,12 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from metattt.catalog.equations import computed
 from metattt.composition.instantiate import instantiate_layer, instantiate_part
 from metattt.errors import MetaTTTError
-from metattt.inner.planning import explain
-from metattt.inner.trial import unsupported
 from metattt.layer import TTTLayer
-from metattt.testing.foreign import Subject, examine
+from metattt.testing.foreign import Found, Subject, examine
 from metattt.testing.laws import LAWS
 from metattt.testing.specimen import NotApplicable, Specimen
 
@@ -32,9 +32,19 @@ def check(cfg: DictConfig) -> None:
         SystemExit: code 1, if a law is broken.
         MetaTTTError: the configuration does not make a layer.
     """
-    if cfg.module is not None:
-        _check_module(cfg)
-        return
+    console, table, broken = Console(), Table("law", "worst error", "bound", "result"), 0
+    for title, found in _of_module(cfg, console) if cfg.module is not None else _of_layer(cfg, console):
+        result = "[bold red]FAIL[/] " if found.failed else "[green]pass[/] " if found.error is not None else ""
+        worst = "" if found.error is None else f"{found.error:.1e}"
+        table.add_row(title, worst, f"{found.bound:.0e}", result + escape(found.note))
+        broken += found.failed
+    console.print(table)
+    if broken:
+        console.print(f"{broken} laws are broken")
+        raise SystemExit(1)
+
+
+def _of_layer(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
     layer = instantiate_layer(cfg)
     if not isinstance(layer, TTTLayer):
         raise MetaTTTError(
@@ -43,61 +53,34 @@ def check(cfg: DictConfig) -> None:
             "its parts"
         )
     spec = specimen_of(cfg)
-    console = Console()
     console.print(
         f"[bold]{type(layer.learner).__name__}[/] learner, [bold]{type(layer.task).__name__}[/] task, "
         f"[bold]{type(layer.optimizer).__name__}[/] optimizer, dim={cfg.dim}, num_heads={cfg.num_heads}; float64 "
         "where no type is given"
     )
-    console.print(f"form={layer.form}: {why_this_form(layer, str(cfg.layer.get('form', 'auto')))}")
+    for line in computed(layer):
+        console.print(line, markup=False)
     size, used = layer.optimizer.mini_batch_size, spec.make().optimizer.mini_batch_size
     if used < size:
         console.print(f"mini-batches of {used} tokens instead of {size}, so that short sequences cross their ends")
-    table = Table("law", "worst error", "bound", "result")
-    broken = 0
     for law in LAWS.values():
         try:
             verdict = law.judge(spec)
+            yield law.title, Found(verdict.error, verdict.bound, verdict.reason, not verdict.holds)
         except NotApplicable as reason:
-            table.add_row(law.title, "", f"{law.bound:.0e}", f"does not apply: {reason}")
-            continue
-        broken += not verdict.holds
-        result = "[green]pass[/]" if verdict.holds else "[bold red]FAIL[/]"
-        why = f": {verdict.reason}" if verdict.reason else ""
-        table.add_row(law.title, f"{verdict.error:.1e}", f"{verdict.bound:.{1 if why else 0}e}", result + why)
-    console.print(table)
-    if broken:
-        console.print(f"{broken} of {len(LAWS)} laws are broken")
-        raise SystemExit(1)
+            yield law.title, Found(None, law.bound, f"does not apply: {reason}", False)
 
 
-def _check_module(cfg: DictConfig) -> None:
-    """Checks the module that `module` makes.
-
-    Raises:
-        SystemExit: code 1, if a law is broken.
-        MetaTTTError: nothing of that name, or it makes no module.
-    """
+def _of_module(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
     try:
-        made = pkgutil.resolve_name(cfg.module)
-        subject = Subject(made, cfg.dim, cfg.period)
+        subject = Subject(pkgutil.resolve_name(cfg.module), cfg.dim, cfg.period)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise MetaTTTError(
             f"module={cfg.module}: {error}; give the import path of a class or function without arguments that makes a "
             "torch.nn.Module, module=package.file:name"
         ) from error
-    console, table = Console(), Table("law", "worst error", "bound", "result")
     console.print(f"[bold]{type(subject.module).__name__}[/], dim={cfg.dim}; float64 where no type is given")
-    broken = 0
-    for title, found in examine(subject):
-        result = "[bold red]FAIL[/] " if found.failed else "" if found.note else "[green]pass[/]"
-        worst = "" if found.error is None else f"{found.error:.1e}"
-        table.add_row(title, worst, f"{found.bound:.0e}", result + escape(found.note))
-        broken += found.failed
-    console.print(table)
-    if broken:
-        console.print(f"{broken} laws are broken")
-        raise SystemExit(1)
+    yield from examine(subject)
 
 
 def specimen_of(cfg: DictConfig) -> Specimen:
@@ -109,20 +92,3 @@ def specimen_of(cfg: DictConfig) -> Specimen:
     learner, task, optimizer = (partial(instantiate_part, cfg, key) for key in ("learner", "task", "optimizer"))
     return Specimen(learner, task, optimizer, cfg.dim, cfg.num_heads, options)
 
-
-def why_this_form(layer: TTTLayer, asked: str) -> str:
-    """One line that says why the layer uses its form."""
-    learner = layer.learner
-    if not learner.has_weights:
-        return "the learner keeps its data and needs no gradient steps"
-    if asked != "auto":
-        return f"layer.form={asked} was asked for"
-    if layer.form == "fused":
-        return "kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in layer.plan.kernels)
-    if learner.mixes_tokens:
-        return "the learner mixes tokens, so no token has a gradient of its own"
-    width = layer.dim // layer.num_heads
-    reason = unsupported(layer.task, learner, layer.num_heads, width)
-    if reason is None:
-        return f"every fast weight reaches only primitives; no kernel covers the combination ({explain(layer.plan.reasons)})"
-    return f"{reason}, so the dual form cannot express the learner"

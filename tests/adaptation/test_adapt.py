@@ -76,8 +76,6 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
         ("optimizer=block_momentum", "gates that depend on the token"),
         ("fast=heads", "fast=heads names no parameter"),
         ("batch_size=0", "batch_size=0"),
-        ("data.path=nowhere", "nowhere"),
-        ("checkpoint=nowhere", "nowhere"),
         ("fast_weights=lora", "fast"),
     ],
 )

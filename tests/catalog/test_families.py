@@ -16,7 +16,6 @@ from metattt.catalog.families import FAMILIES, OWN, Source, ordered, source, sou
 from metattt.catalog.known_layers import MEASURED, known_layers, written_down
 from metattt.catalog.layer_measures import Operations, examine, write_down
 from metattt.cli import main
-from metattt.errors import MetaTTTError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
 SIZE = ("dim=8", "num_heads=2")
@@ -28,21 +27,15 @@ def test_every_known_layer_has_a_family_and_a_paper() -> None:
     assert set(known) == set(known_layers())
     assert {one.family for one in known.values()} == set(FAMILIES)
     assert list(dict.fromkeys(one.family for one in known.values())) == list(FAMILIES)
-    assert known["delta_net"] == Source(
-        "delta rules", "Parallelizing Linear Transformers with the Delta Rule", "2406.06484"
-    )
+    delta = Source("delta rules", "Parallelizing Linear Transformers with the Delta Rule", "2406.06484")
+    assert known["delta_net"] == delta
     assert known["ttt_linear"].arxiv == "2407.04620" and known["mttt_mlp"].arxiv == "2310.13807"
     assert str(known["titans"]) == "Titans, arXiv 2501.00663"
 
 
 def test_order() -> None:
-    assert ordered({OWN, "zebras", "for images", "apes", "delta rules"}) == [
-        "delta rules",
-        "for images",
-        "apes",
-        "zebras",
-        OWN,
-    ]
+    found = ordered({OWN, "zebras", "for images", "apes", "delta rules"})
+    assert found == ["delta rules", "for images", "apes", "zebras", OWN]
 
 
 @pytest.mark.parametrize(
@@ -50,34 +43,12 @@ def test_order() -> None:
     [
         ("# family: delta rules; paper: A, or B, arXiv 2401.00001", Source("delta rules", "A, or B", "2401.00001")),
         ("# family: apes; paper: none", Source("apes")),
-        ("# family: apes; paper: none: it is new", Source("apes")),
         ("# family: apes; paper: A thesis, 1999", Source("apes", "A thesis, 1999")),
         ("# of another kind", Source(OWN)),
     ],
 )
 def test_the_line_is_read(line: str, expected: Source) -> None:
-    assert source("mine", ["# @package _global_", "# Mine", line]) == expected
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "# family: delta rules",
-        "# family: ; paper: A, arXiv 2401.00001",
-        "# family: delta rules, paper: none",
-        "# paper: A, arXiv 2401.00001",
-        "# family: delta rules; paper: A, arXiv 24.1",
-        "# family: delta rules; paper: A (arXiv 2401.00001)",
-        "#family: delta rules; paper: none",
-        "# Family: delta rules; paper: none",
-        "# family: delta rules; paper:",
-    ],
-)
-def test_a_line_that_cannot_be_read_names_the_file(line: str) -> None:
-    with pytest.raises(
-        MetaTTTError, match=r"layer/mine.yaml: .* write `# family: <family>; paper: <title>, arXiv <id>`"
-    ):
-        source("mine", ["# @package _global_", "# Mine", line])
+    assert source(["# @package _global_", "# Mine", line]) == expected
 
 
 def test_the_tables_of_the_page_are_those_of_the_configurations() -> None:
@@ -139,9 +110,6 @@ def test_rows_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*given, "layer=known"]) == 0
     out = capsys.readouterr().out
     assert "apes: Apes, arXiv 2401.00001" in out and "W_t = W_{t−1} − η_t k_tᵀ(k_t W_{t−1} − v_t)" in out
-    (mine / "bad.yaml").write_text(ROW.format(line="# family: apes\n"))
-    assert main([*given, "family=apes"]) == 2
-    assert "layer/bad.yaml: `# family: apes` cannot be read" in capsys.readouterr().err
 
 
 def test_the_row_that_the_page_shows(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,33 +106,16 @@ for name in sorted(name.removesuffix(".__init__") for name in modules):
         assert error.name in optional, (name, error)
 walked = {m.name for m in pkgutil.walk_packages(metattt.__path__, "metattt.")}
 assert {"metattt.layer", "metattt.learners.linear", "metattt.configs"} <= walked, walked
-from metattt.composition.choices import groups
 from metattt.composition.compose import compose
-configs = package / "configs"
-jobs = sorted(f.stem for f in configs.glob("*.yaml"))
-assert {"build", "check"} <= set(jobs)
-count, done = 0, set()
-for job in sorted(jobs, key=lambda job: job != "train"):  # most groups are training's; the others' own are added by their jobs
-    compose(job=job)
-    for group in sorted(groups(job)):
-        for choice in sorted((configs / group).glob("*.yaml"))[:1]:  # the files are compared with the sources'
-            if choice in done:
-                continue
-            done.add(choice)
-            overrides = [f"{group}={choice.stem}"]
-            if group == "optimizer" and choice.stem == "append":
-                overrides.append("layer=custom")
-            compose(*overrides, job=job)
-            count += 1
-print(len(modules), "modules", count, "configs")
+for file in sorted((package / "configs").glob("*.yaml")):  # the other files are compared with the sources'
+    compose(job=file.stem)
 """
 
 
 @pytest.mark.slow
 def test_wheel_away_from_the_checkout(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHEEL", str(wheel))
-    out = run(IMPORT_AND_COMPOSE, wheel, cwd=tmp_path)
-    assert "configs" in out
+    run(IMPORT_AND_COMPOSE, wheel, cwd=tmp_path)
     sources = {str(f.relative_to(ROOT)) for f in (ROOT / "metattt").rglob("*") if f.suffix in KINDS}
     installed = {str(f.relative_to(wheel)) for f in (wheel / "metattt").rglob("*")}
     assert not sources - installed

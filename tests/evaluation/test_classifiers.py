@@ -20,7 +20,7 @@ from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
-from metattt.evaluation.predict import Pictures, predict
+from metattt.evaluation.predict import predict
 from metattt.training.train import train
 
 TINY = (
@@ -86,11 +86,8 @@ def test_several_runs_in_one_table_with_their_inner_losses(
     given = f"checkpoint=[{runs / 'a'},{runs / 'b'}]"
     for _ in range(2):  # the second does not write over the first
         found = evaluated(given, "inner_loss=true", "inner_loss_windows=4", f"output_dir={tmp_path}")
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
-        f"{name}{number}.{suffix}"
-        for name, suffix in (("images", "csv"), ("inner_loss", "csv"))
-        for number in ("-2", "")
-    )
+    names = {"images.csv", "images-2.csv", "inner_loss.csv", "inner_loss-2.csv"}
+    assert {file.name for file in tmp_path.iterdir()} == names
     assert "top-1 %" in capsys.readouterr().out and list(found) == ["a", "b"]
     with (tmp_path / "images-2.csv").open(newline="") as file:
         rows = {row["model"]: row for row in csv.DictReader(file)}
@@ -114,11 +111,10 @@ def predicted(*overrides: str) -> list[Any]:
     return predict(compose(*overrides, "device=cpu", job="predict"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path: Path, workers: int) -> None:
+def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path: Path) -> None:
     model: Any = metattt.load_model(runs / "a")[0]
     found = predicted(
-        f"checkpoint={runs / 'a'}", f"source={pictures}", "top=3", "batch_size=4", f"num_workers={workers}",
+        f"checkpoint={runs / 'a'}", f"source={pictures}", "top=3", "batch_size=4", "num_workers=1",
         f"output_dir={tmp_path}",
     )  # fmt: skip
     files = sorted(file.relative_to(pictures) for file in pictures.rglob("*.png"))
@@ -133,8 +129,8 @@ def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path
     assert [row["class_1"] for row in rows] == [one.classes[0] for one in found]
 
 
-@pytest.mark.parametrize("size", [8, 16])
-def test_saved_pictures_are_predicted_as_eval_scores_them(size: int, tmp_path: Path) -> None:
+def test_saved_pictures_are_predicted_as_eval_scores_them(tmp_path: Path) -> None:
+    size = 16
     given = ("experiment=digits_pixel/self_attention", "dim=16", "num_heads=2", "model.depth=1", f"data.img_size={size}")
     given += (f"model.img_size={size}", "model.patch_size=2", "trainer.accelerator=cpu", "trainer.max_steps=30")
     assert train(compose(*given, f"output_dir={tmp_path / 'run'}")) == 0
@@ -161,7 +157,6 @@ def test_saved_pictures_are_predicted_as_eval_scores_them(size: int, tmp_path: P
     [
         (None, "does not say how its images are resized and cropped"),
         ({"crop_pct": 1e-9, "interpolation": "nearest"}, "does not describe how to resize and crop"),
-        ({"crop_pct": 1.0, "interpolation": "random"}, "does not describe how to resize and crop"),
     ],
 )
 def test_a_run_that_does_not_say_how_its_images_were_made(
@@ -186,11 +181,10 @@ def test_one_picture_and_one_that_cannot_be_read(
     (mixed / "good [bold].png").write_bytes(one.read_bytes())
     (mixed / "bad.png").write_bytes(one.read_bytes()[:40])
     capsys.readouterr()
-    for workers in (0, 1):
-        given = [f"checkpoint={runs / 'a'}", f"source={mixed}", "device=cpu", f"num_workers={workers}"]
-        assert main(["predict", *given]) == 2
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ") and "bad.png" in error and "corrupt=skip" in error
+    given = [f"checkpoint={runs / 'a'}", f"source={mixed}", "device=cpu", "num_workers=1"]
+    assert main(["predict", *given]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and "bad.png" in error and "corrupt=skip" in error
     assert [one.name for one in predicted(*given, "corrupt=skip")] == ["good [bold].png"]
     assert "good [bold].png" in (said := capsys.readouterr().out) and "skipped  1 files" in said
 
@@ -220,19 +214,13 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
     [
         (("eval", "checkpoint={a}", "split=train"), "split=train is for text"),
         (("eval", "checkpoint={a}", "data.path=/nowhere"), "data.path does not apply"),
-        (("eval", "checkpoint={a}", "data.context_length=8"), "data.context_length does not apply"),
         (("eval", "checkpoint=[{a},{text}]"), "is a language model"),
         (("eval", "checkpoint={text}", "data.validation_split=val"), "data.validation_split does not apply"),
         (("predict", "checkpoint={text}", "source={a}"), "is a language model"),
         (("predict", "checkpoint={a}"), "no pictures are given"),
-        (("predict", "source={a}"), "no checkpoint is given"),
         (("predict", "checkpoint={a}", "source=/nowhere"), "does not exist"),
         (("predict", "checkpoint={a}", "source={a}/checkpoints"), "holds no pictures"),
         (("predict", "checkpoint={a}", "source={a}", "top=0"), "top=0 is not allowed"),
-        (("predict", "checkpoint={a}", "source={a}", "batch_size=-1"), "batch_size=-1 is not allowed"),
-        (("predict", "checkpoint={a}", "source={a}", "corrupt=maybe"), "corrupt=maybe is not allowed"),
-        (("predict", "checkpoint={a}", "dataset=nobody/x"), "nobody/x"),
-        (("predict", "checkpoint={a}", "source="), "source"),
         (("generate", "checkpoint={a}"), "model for images"),
     ],
 )
@@ -242,11 +230,3 @@ def test_refusals_are_a_line_or_two(
     assert main([word.format(a=runs / "a", text=runs / "text") for word in command]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) <= 2, error
-
-
-def test_names_of_pictures_need_not_be_text(tmp_path: Path) -> None:
-    import os
-
-    with open(os.fsencode(tmp_path) + b"/\xff.png", "wb"):
-        pass
-    assert len(Pictures(tmp_path, (".png",), "L", "skip")) == 1

@@ -22,21 +22,14 @@ from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import evaluate, labels
 from metattt.evaluation.output import Report
-from metattt.learners.fast_weights import FastWeights
 from metattt.measures.inner_loss import average, inner_loss_curves, unmeasured
-from metattt.measures.inner_loss import plot as plot_inner_loss
 from metattt.models.language_model import LanguageModel
-from metattt.state import Context
 from metattt.training.train import train
 
 TINY = (
-    "dim=16",
-    "num_heads=2",
-    "model.num_layers=2",
-    "model.vocab_size=31",
-    "data.context_length=32",
+    "dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", "data.context_length=32",
     "optimizer.mini_batch_size=8",
-)
+)  # fmt: skip
 RUN = ("dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=24", "data.batch_size=4", "trainer.accelerator=cpu",
        "optimizer.mini_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1")  # fmt: skip
 
@@ -61,7 +54,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 # -- loss by position --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("segment", [1, 5, 8, 32, 100])
+@pytest.mark.parametrize("segment", [1, 8, 100])
 @pytest.mark.parametrize("document_start", [None, 3])
 def test_loss_by_position_is_that_of_one_call(segment: int, document_start: int | None) -> None:
     model = tiny()
@@ -75,39 +68,31 @@ def test_loss_by_position_is_that_of_one_call(segment: int, document_start: int 
     expected = -chance.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1).sum(0)
     np.testing.assert_allclose(found.nats, expected.numpy(), rtol=1e-6)  # logits are scored in float32
     np.testing.assert_array_equal(found.bytes, ids[:, 1:].sum(0).numpy())
-    assert found.windows == 5 and found.tokens == 100
+    assert found.count.tolist() == [5] * 20 and found.tokens == 100
     assert math.isclose(found.loss, expected.sum().item() / 100, rel_tol=1e-6)
     assert math.isclose(found.bits_per_byte, expected.sum().item() / math.log(2) / int(ids[:, 1:].sum()), rel_tol=1e-6)
 
 
 def test_no_call_reads_more_than_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lengths, bytes_ = tiny(), [], []
+    model, lengths = tiny(), []
     features = model.features
 
-    def counted(ids: Tensor, state: object = None, *rest: object, **named: object) -> object:
+    def counted(ids: Tensor, *rest: object, **named: object) -> object:
         lengths.append(ids.shape[1])
-        found, after = features(ids, state, *rest, **named)  # type: ignore[arg-type]
-        bytes_.append(sum(layer.nbytes for layer in after.layers))
-        return found, after
+        return features(ids, *rest, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model, "features", counted)
     score(model, [torch.randint(31, (1, 513))], torch.ones(31, dtype=torch.long), 64)  # type: ignore[arg-type]
-    assert lengths == [64] * 8 and len(set(bytes_)) == 1  # neither the input nor the state grows
-    with pytest.raises(MetaTTTError, match="segment=0"):
-        score(model, [], torch.ones(31), 0)  # type: ignore[arg-type]
+    assert lengths == [64] * 8
 
 
 @pytest.mark.parametrize("kind", ["log", "fixed", "none"])
-@pytest.mark.parametrize("length", [1, 2, 7, 256, 32768])
-@pytest.mark.parametrize("count", [1, 5, 16, 400])
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (7, 5), (256, 16), (7, 400), (32768, 16)])
 def test_bins_divide_the_positions(kind: str, length: int, count: int) -> None:
     edges = bin_edges(length, kind, count)
     widths = np.diff(edges)
     assert edges[0] == 0 and edges[-1] == length and (widths > 0).all()
-    if kind == "none":
-        assert len(widths) == length
-    else:
-        assert len(widths) <= count
+    assert len(widths) == length if kind == "none" else len(widths) <= count
     if kind == "fixed":
         assert widths.max() - widths.min() <= 1
     if kind == "log" and count < length:
@@ -115,7 +100,7 @@ def test_bins_divide_the_positions(kind: str, length: int, count: int) -> None:
 
 
 def test_bins_average_over_tokens() -> None:
-    scores = Scores(np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.array([2, 2, 0, 2, 2]), 2)
+    scores = Scores(np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.array([2, 2, 0, 2, 2]), np.full(5, 2))
     edges = bin_edges(5, "fixed", 2)
     losses = [scores.between(start, stop).loss for start, stop in pairwise(edges)]
     assert edges == [0, 2, 5] and losses == [12 / 4, 4 / 6]
@@ -127,16 +112,14 @@ def test_bins_average_over_tokens() -> None:
         bin_edges(5, "log", 0)
 
 
-def test_table_csv_and_plot(tmp_path: Path) -> None:
-    scores = {name: Scores(np.linspace(6, 4, 64), np.full(64, 2), 2) for name in ("one", "two")}
+def test_table_and_csv(tmp_path: Path) -> None:
+    scores = {name: Scores(np.linspace(6, 4, 64), np.full(64, 2), np.full(64, 2)) for name in ("one", "two")}
     edges = bin_edges(64, "log", 6)
     Report(tmp_path, "a").csv("a", by_position.COLUMNS, by_position.rows(scores, edges))
-    by_position.plot(scores, edges, "log", {"one": 16, "two": 64}, tmp_path / "a.png")
     written = rows(tmp_path / "a.csv")
     assert by_position.bits_by_position(scores, edges).row_count == len(edges) - 1 and len(written) == 2 * (len(edges) - 1)
     assert [int(row["last"]) for row in written[: len(edges) - 1]] == edges[1:]
     assert float(written[-1]["bits_per_byte"]) == scores["two"].between(edges[-2], 64).bits_per_byte
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- inner loss --------------------------------------------------------------------------------------------------------
@@ -223,22 +206,14 @@ def test_curves_equal_a_plain_loop(layer: str) -> None:
     for index, plain in enumerate(expected):
         found = curves[index]
         assert found["position"].tolist() == [8, 16, 24]
-        for name, theirs in (
-            ("init", "init"),
-            ("step_0", "step_0"),
-            ("step_1", "step_1"),
-            ("target_variance", "target"),
-        ):
+        for name, theirs in {
+            "init": "init", "step_0": "step_0", "step_1": "step_1", "target_variance": "target",
+        }.items():  # fmt: skip
             torch.testing.assert_close(found[name], plain[theirs], rtol=1e-9, atol=1e-12)
         assert found["init"][0] == found["step_0"][0] and not torch.isclose(found["step_0"], found["step_1"]).any()
 
 
-LAYERS = (
-    "ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "linear_attention", "mamba2", "titans", "nested_transformer", "nested_ttt",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", ["ttt_mlp", "gated_delta_net", "titans", "nested_transformer"])
 def test_curves_of_every_layer_in_one_call_or_in_segments(layer: str) -> None:
     model = tiny(f"layer={layer}", *["optimizer.mini_batch_size=1"] * ("delta" in layer))
     ids = torch.randint(31, (2, 27))
@@ -255,32 +230,6 @@ def test_curves_of_every_layer_in_one_call_or_in_segments(layer: str) -> None:
     assert list(whole) == [0, 1]
 
 
-@pytest.mark.parametrize("layer", ["ttt_linear", "titans", "nested_transformer"])
-def test_the_weights_looked_at_are_those_that_the_layer_hands_on(layer: str) -> None:
-    model = tiny(f"layer={layer}", "model.num_layers=1")
-    block, ids = model.blocks[0], torch.randint(31, (2, 16))
-    seen = inner_loss_curves(model, ids)[0]["step_1"][-1]
-    with torch.no_grad():
-        x = F.embedding(ids, model.embedding.weight)
-        context = Context(torch.arange(16).expand(2, -1), None, None, 8)
-        if block.conv is not None:
-            x = x + block.conv(block.conv_norm(x), None, context)[0]
-        x = block.layer_norm(x)
-        _, state = block.layer(x)
-        views, _ = block.layer.task.views(x, {}, context)
-        weights = FastWeights(state.weights["commit"], block.layer.learner.slow, x.dtype)
-        error = block.layer.learner.predict(weights, views.k[:, :, 8:])[:, :, -1] - views.v[:, :, -1]
-    torch.testing.assert_close(seen, error.square().mean(), rtol=1e-9, atol=0)
-
-
-def test_the_model_is_as_it_was() -> None:
-    model, ids = tiny(), torch.randint(31, (2, 24))
-    with torch.no_grad():
-        before = model(ids)
-        inner_loss_curves(model, ids)
-        assert torch.equal(before, model(ids)) and not any(block.layer._forward_pre_hooks for block in model.blocks)
-
-
 def test_layers_without_curves_say_why() -> None:
     model = tiny("layer=attention")
     assert unmeasured(model) == dict.fromkeys((0, 1), "KernelEstimator keeps its data and has no weights to train")
@@ -290,7 +239,7 @@ def test_layers_without_curves_say_why() -> None:
         inner_loss_curves(tiny(), torch.zeros(1, 5, dtype=torch.long))
 
 
-def test_average_is_over_windows_and_drawn(tmp_path: Path) -> None:
+def test_average_is_over_windows() -> None:
     model = tiny()
     ids = torch.randint(31, (5, 25))
     found = average(model, [ids[:3], ids[3:]], 4, 2048)  # type: ignore[arg-type]
@@ -298,8 +247,6 @@ def test_average_is_over_windows_and_drawn(tmp_path: Path) -> None:
     for index, curves in expected.items():
         for name, values in curves.items():
             torch.testing.assert_close(found[index][name], values.double(), rtol=1e-9, atol=0)
-    plot_inner_loss(found, "a model", tmp_path / "a.png", points=2)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -313,18 +260,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for index in range(12):
         (folder / "text" / f"{index}.txt").write_text(f"document {index} " + "alpha beta gamma " * (10 + index))
-    for name, layer, rest in (
-        ("linear", "ttt_linear", []),
-        ("attention", "attention", []),
-        ("other", "ttt_linear", ["seed=1"]),
-    ):
-        wanted = [override for override in RUN if layer == "ttt_linear" or "optimizer" not in override]
-        assert (
-            train(
-                compose(*wanted, f"layer={layer}", f"data.path={folder / 'text'}", f"output_dir={folder / name}", *rest)
-            )
-            == 0
-        )
+    for name, *rest in (("linear",), ("attention", "layer=attention"), ("other", "seed=1")):
+        wanted = [override for override in RUN if name != "attention" or "optimizer" not in override]
+        assert train(compose(*wanted, *rest, f"data.path={folder / 'text'}", f"output_dir={folder / name}")) == 0
     return folder
 
 
@@ -335,33 +273,20 @@ def test_several_checkpoints_on_one_plot(runs: Path, tmp_path: Path, capsys: pyt
     ])  # fmt: skip
     output = capsys.readouterr().out
     assert code == 0 and "KernelEstimator" in output and "TTT" in output and "softmax" in output
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "by_position.csv",
-        "by_position.png",
-        "inner_loss.csv",
-        "inner_loss_TTT.png",
-    }
+    assert {file.name for file in tmp_path.iterdir()} == {"by_position.csv", "by_position.png", "inner_loss.csv"}
+    assert (tmp_path / "by_position.png").read_bytes().startswith(b"\x89PNG")
     written = rows(tmp_path / "by_position.csv")
     assert [row["model"] for row in written] == ["TTT"] * 4 + ["softmax"] * 4 and written[-1]["last"] == "50"
     inner = rows(tmp_path / "inner_loss.csv")
-    assert {row["model"] for row in inner} == {"TTT"} and [float(row["position"]) for row in inner] == [
-        8,
-        16,
-        24,
-        32,
-        40,
-        48,
-    ]
+    assert {row["model"] for row in inner} == {"TTT"}
+    assert [float(row["position"]) for row in inner] == [8, 16, 24, 32, 40, 48]
 
 
 def test_one_checkpoint_writes_beside_itself(runs: Path) -> None:
     found = evaluate(compose(f"checkpoint={find_checkpoint(runs / 'linear')}", "bins=none", "device=cpu", job="eval"))
     assert list(found) == ["linear"] and len(rows(runs / "linear" / "eval" / "by_position.csv")) == 24
     again = evaluate(compose(f"checkpoint=[{runs / 'linear'},{runs / 'linear'}]", "device=cpu", job="eval"))
-    assert (
-        list(again) == ["linear-1", "linear-2"]
-        and again["linear-1"].loss == again["linear-2"].loss == found["linear"].loss
-    )
+    assert list(again) == ["linear-1", "linear-2"] and {one.loss for one in again.values()} == {found["linear"].loss}
 
 
 def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) -> None:
@@ -369,10 +294,9 @@ def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) 
     with pytest.raises(MetaTTTError, match=r"data\.seed is 0 and 1: compare them with split=all"):
         evaluate(compose(pair, job="eval"))
     assert len(evaluate(compose(pair, "split=all", f"output_dir={tmp_path}", "device=cpu", job="eval"))) == 2
-    with pytest.raises(MetaTTTError, match="2 different names"):
-        labels([tmp_path / "a", tmp_path / "b"], ["x"])
-    with pytest.raises(MetaTTTError, match="2 different names"):
-        labels([tmp_path / "a", tmp_path / "b"], ["x", "x"])
+    for given in (["x"], ["x", "x"]):
+        with pytest.raises(MetaTTTError, match="2 different names"):
+            labels([tmp_path / "a", tmp_path / "b"], given)
     for override, message in (
         ("inner_loss_windows=0", "inner_loss_windows=0"), ("bins=linear", "bins=linear"), ("segment=0", "segment=0"),
         ("segment=many", "segment"), (f"output_dir={runs / 'text' / '0.txt'}", "cannot be written"),

@@ -22,7 +22,7 @@ from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import load_tokenizer
-from metattt.errors import MetaTTTError, NotFinite
+from metattt.errors import NotFinite
 from metattt.evaluation.evaluate import evaluate
 from metattt.evaluation.harness import MetaTTTLM
 from metattt.generation.text import generate_text
@@ -180,21 +180,6 @@ def test_a_long_text_is_read_whole_with_carried_state() -> None:
         assert other == pytest.approx(one, rel=1e-5)
 
 
-def test_log_likelihoods_of_pairs() -> None:
-    model, config = made("layer=delta_net", "model.num_layers=1")
-    lm = MetaTTTLM(model, config, ByteTokenizer(), batch_size=2)
-    with torch.no_grad():
-        first = bytes(model(torch.tensor([[256, *b"abc"]]))[0, -1, :256].argmax(-1, keepdim=True).tolist()).decode(errors="replace")
-    pairs = [("abc", "d"), ("", "the whole"), ("a context ", "ends with a space"), ("abc", first), ("x" * 50, " y")]
-    found = lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
-    for (context, following), (value, greedy) in zip(pairs, found, strict=True):
-        stripped = context.rstrip()
-        wanted = score(model, stripped, context[len(stripped) :] + following)
-        assert value == pytest.approx(wanted[0], rel=1e-5) and greedy == wanted[1]
-    if first.isascii():
-        assert found[3][1]
-
-
 def test_a_tokenizer_file(tmp_path: Path) -> None:
     write_published(tmp_path / "published")
     lm = MetaTTTLM.load(tmp_path / "published", torch.device("cpu"))
@@ -210,24 +195,16 @@ def test_continuations() -> None:
     model, config = made("layer=ttt_linear", "model.num_layers=1")
     lm = MetaTTTLM(model, config, ByteTokenizer(), batch_size=2)
     free = generate_text(model, ByteTokenizer(), TEXTS, 8, temperature=0)
-    stop = next(character for character in free[2][1:] if character.isascii()) if any(c.isascii() for c in free[2][1:]) else "zzz"
-    last = {"until": ["zzz", ""], "do_sample": False, "max_gen_toks": 2}
-    asked: list[Any] = [{"until": [], "max_gen_toks": 8}, {"until": stop, "max_new_tokens": 8}, last]
+    asked: list[Any] = [{"until": [], "max_gen_toks": 8}, {"until": ["zzz", ""], "do_sample": False, "max_gen_toks": 2}]
     for options in asked:
         found = lm.generate_until([request(text, options) for text in TEXTS])
-        until = [one for one in ([options["until"]] if isinstance(options["until"], str) else options["until"]) if one]
-        count = options.get("max_gen_toks", options.get("max_new_tokens"))
-        assert found == generate_text(model, ByteTokenizer(), TEXTS, count, temperature=0, stop=until)
+        assert found == generate_text(model, ByteTokenizer(), TEXTS, options["max_gen_toks"], temperature=0)
     mixed = lm.generate_until([request(text, asked[i % 2]) for i, text in enumerate(TEXTS)])
     assert mixed[::2] == free[::2]
-    beams = [request("a", {"until": ["b"], "num_beams": 3, "max_gen_toks": 4})]
-    assert isinstance(lm.generate_until(beams)[0], str)
 
 
-def test_what_a_model_cannot_be_asked() -> None:
+def test_predictions_that_are_not_finite() -> None:
     model, config = made("model.num_layers=1")
-    with pytest.raises(MetaTTTError, match="batch_size=0 is not allowed"):
-        MetaTTTLM(model, config, ByteTokenizer(), batch_size=0)
     with torch.no_grad():
         model.head.weight[5] = float("nan")
     with pytest.raises(NotFinite, match="have diverged"):
@@ -240,15 +217,11 @@ def test_what_a_model_cannot_be_asked() -> None:
 @pytest.mark.parametrize(("words", "message"), [
     pytest.param(["tasks=[our_lambda]"], "Did you mean our_lambada?", marks=pytest.mark.slow),  # looks at all tasks of lm_eval
     (["tasks=[3]"], "tasks=[3] is not allowed"),
-    (["tasks=our_lambada", "limit=-2"], "limit=-2 is not allowed"),
     (["tasks=[our_lambada]", "task_path=/nowhere"], "task_path=/nowhere does not exist"),
     (["tasks=[our_lambada]", "limit=0"], "limit=0 is not allowed"),
-    (["tasks=[our_lambada]", "num_fewshot=-1"], "num_fewshot=-1 is not allowed"),
     (["tasks=[our_lambada]", "batch_size=0"], "batch_size=0 is not allowed"),
-    (["tasks=[our_lambada]", "batch_size=auto"], "batch_size"),
     (["tasks=[our_lambada]", "data.context_length=8"], "data.context_length=8 does not apply"),
     (["tasks=[our_broken]"], "nowhere.jsonl"),
-    (["tasks=[our_lambada]", "output_dir=/proc/nobody"], "/proc/nobody cannot be written"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], message: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = (home / "tasks" / "lambada.yaml").read_text().replace("our_lambada", "our_broken").replace("lambada.jsonl", "nowhere.jsonl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.evaluation.by_position import score
-from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.generation.sampling import generate as draw
 from metattt.learners import MLP, Transformer
@@ -40,9 +38,8 @@ VOCAB = 11
 
 def make(*overrides: str, weights: float = 0.3) -> EndToEnd:
     """In float64; with weights large enough that every part of the network counts."""
-    cfg = compose(
-        *SMALL, f"model.vocab_size={VOCAB}", "model.num_layers=3", "model.suffix=2", *overrides, job="language_model"
-    )
+    sizes = (f"model.vocab_size={VOCAB}", "model.num_layers=3", "model.suffix=2")
+    cfg = compose(*SMALL, *sizes, *overrides, job="language_model")
     torch.manual_seed(0)
     model: Any = instantiate_model(cfg).double().eval()
     generator = torch.Generator().manual_seed(2)
@@ -138,23 +135,21 @@ class Plain:
                 norm = torch.cat([g.flatten() for g in gradients]).norm()
                 self.steps.append(norm.item())
                 factor = model.inner_clip / norm if model.inner_clip is not None and norm > model.inner_clip else 1.0
-                fast = {
-                    name: w - model.inner_lr * factor * g for (name, w), g in zip(fast.items(), gradients, strict=True)
-                }
+                steps = zip(fast.items(), gradients, strict=True)
+                fast = {name: w - model.inner_lr * factor * g for (name, w), g in steps}
         return torch.stack(out)
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
 @pytest.mark.parametrize(
-    ("overrides", "clipped"),
+    ("overrides", "clipped", "checkpoint"),
     [
-        ("model.inner_clip=0.2", {True}),
-        ("model.inner_clip=1.0", {True, False}),
-        ("model.inner_clip=50.0 model.inner_lr=0.1", {False}),
-        ("model.inner_clip=null model.inner_lr=0.2 model.post_norm=false", {False}),
-        ("model.first_order=true", {True, False}),
-        ("model.num_layers=4 model.suffix=1 model.mini_batch_size=3", {True, False}),
-        ("model.num_layers=2 model.suffix=2 learner.window=3 model.inner_clip=0.3", {True}),
+        ("model.inner_clip=0.2", {True}, True),
+        ("model.inner_clip=1.0", {True, False}, True),
+        ("model.inner_clip=1.0", {True, False}, False),
+        ("model.inner_clip=null model.inner_lr=0.2 model.post_norm=false", {False}, True),
+        ("model.first_order=true", {True, False}, False),
+        ("model.num_layers=4 model.suffix=1 model.mini_batch_size=3", {True, False}, True),
+        ("model.num_layers=2 model.suffix=2 learner.window=3 model.inner_clip=0.3", {True}, True),
     ],
 )
 def test_outputs_and_every_gradient_of_a_plain_loop(overrides: str, clipped: set[bool], checkpoint: bool) -> None:
@@ -173,28 +168,11 @@ def test_outputs_and_every_gradient_of_a_plain_loop(overrides: str, clipped: set
     gradients = torch.autograd.grad((found * weight).sum(), parameters)
     for name, one, other in zip(names, gradients, wanted, strict=True):
         assert other.abs().max() > 0, name
-        torch.testing.assert_close(
-            one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()), msg=name)
     with torch.no_grad():
         still = make(*overrides.split(), "model.inner_lr=0")(ids)
     assert (still - expected)[:, model.mini_batch_size :].abs().max() > 1e-3  # the inner loop counts
     torch.testing.assert_close(still[:, : model.mini_batch_size], expected[:, : model.mini_batch_size], **TOLERANCE)
-
-
-def test_the_outer_gradient_is_that_of_differences() -> None:
-    """Of W0, in a random direction, through the loss that training takes."""
-    model, ids = make(), tokens(2, 14)
-    loss = model.cross_entropy(ids[:, :-1], ids[:, 1:])[0]
-    chosen = model.blocks[2].memory.init["w1"]  # type: ignore[union-attr, index, operator]
-    gradient = torch.autograd.grad(loss, chosen)[0]
-    direction, eps, values = torch.randn_like(gradient), 1e-6, []
-    for sign in (1, -1):
-        with torch.no_grad():
-            chosen += sign * eps * direction
-            values.append(model.cross_entropy(ids[:, :-1], ids[:, 1:])[0])
-            chosen -= sign * eps * direction
-    torch.testing.assert_close((values[0] - values[1]) / (2 * eps), (gradient * direction).sum(), rtol=1e-6, atol=1e-8)
 
 
 # -- the laws of a language model --------------------------------------------------------------------------------------
@@ -209,23 +187,20 @@ def read_in_pieces(model: EndToEnd, ids: Tensor, cuts: list[int]) -> tuple[Tenso
     return torch.cat(pieces, 1), state
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_any_split_gives_the_logits_of_one_call(mode: Any) -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_any_split_gives_the_logits_and_gradients_of_one_call(mode: Any) -> None:
     model, ids = make(), tokens(2, 18)
-    whole = model(ids).detach()
+    whole = model(ids)
+    wanted = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
     with mode():
         for cuts in [*([n] for n in range(1, 18)), list(range(1, 18)), [4, 8, 12], [5, 6, 13]]:
-            torch.testing.assert_close(read_in_pieces(model, ids, cuts)[0], whole, **TOLERANCE)
-
-
-def test_a_split_sequence_has_the_gradients_of_one_call() -> None:
-    model, ids = make(), tokens(2, 18)
-    whole = torch.autograd.grad(model(ids).square().sum(), list(model.parameters()))
-    for cuts in ([7], [4, 8], [1, 2, 3, 11]):
-        logits, _ = read_in_pieces(model, ids, cuts)
-        pieces = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
-        for one, other in zip(pieces, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
+            logits = read_in_pieces(model, ids, cuts)[0]
+            torch.testing.assert_close(logits, whole, **TOLERANCE)
+            if logits.requires_grad and len(cuts) > 1:
+                for one, other in zip(
+                    torch.autograd.grad(logits.square().sum(), list(model.parameters())), wanted, strict=True,
+                ):  # fmt: skip
+                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
 
 
 def test_states_are_chosen_cut_saved_and_read(tmp_path: Path) -> None:
@@ -240,11 +215,7 @@ def test_states_are_chosen_cut_saved_and_read(tmp_path: Path) -> None:
     cut.save(tmp_path / "state", model)
     read = LanguageModelState.load(tmp_path / "state", model=model)
     assert isinstance(read.layers[-1], Adaptation) and torch.equal(model.step(more, read)[0], after)
-    assert (
-        state.to(torch.float64).nbytes
-        == state.nbytes
-        > 3 * sum(w.nbytes for block in model.blocks if block.memory for w in block.memory.init.values())
-    )  # type: ignore[union-attr, operator, arg-type]
+    assert state.to(torch.float64).nbytes == state.nbytes
 
 
 def test_the_state_stops_growing() -> None:
@@ -279,8 +250,9 @@ def test_padding_changes_nothing(sinks: int) -> None:
         torch.testing.assert_close(model.step(more, state)[0][row : row + 1], expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("checkpoint", ["true", "false"])
-@pytest.mark.parametrize("starts", ["0", "5", "0 4 8", "1 2 3", "0 9 14", "6,2 7", "0,0 12", "13,4 5 6"])
+@pytest.mark.parametrize(("starts", "checkpoint"), [
+    ("0", "true"), ("0 4 8", "true"), ("1 2 3", "false"), ("6,2 7", "true"), ("13,4 5 6", "false"),
+])  # fmt: skip
 def test_packed_documents_equal_the_documents_apart(starts: str, checkpoint: str) -> None:
     """Outputs, gradients and what comes after; starts of the first sequence, and of the second if it has others."""
     model, ids, more = make(f"model.checkpoint_mini_batches={checkpoint}"), tokens(2, 19), tokens(2, 10, seed=9)
@@ -358,32 +330,11 @@ def test_weights_are_wide_under_autocast(checkpoint: str) -> None:
     assert 0 < (found[0] - found[1]).norm() < 0.15 * found[0].norm()
 
 
-def test_numbers_of_sixteen_bits() -> None:
-    model, ids = make().bfloat16(), tokens(2, 15)
-    logits, state = model.step(ids)
-    assert logits.dtype == torch.bfloat16 and state.layers[-1].weights[0]["w0"].dtype == torch.float32
-    logits.float().sum().backward()
-
-
-def test_defaults() -> None:
-    cfg = compose("model=ttt_e2e", "model.num_layers=12", "dim=16", job="language_model")
-    model: Any = instantiate_model(cfg)
-    assert (model.suffix, model.mini_batch_size, model.inner_lr, model.inner_clip) == (3, 1024, 1.0, 1.0)
-    assert model.blocks[0].layer.learner.window == 8192
-    assert [block.memory is not None for block in model.blocks] == [False] * 9 + [True] * 3
-    assert 0.01 < model.blocks[-1].memory.init["w1"].std() < 0.03
-
-
 REFUSED = {
     "layer=ttt_linear": "model=ttt_e2e sets `learner.window`, but the chosen learner has no `window`",
     "learner.window=null": "KernelEstimator without a window",
     "model.suffix=9": "model.suffix=9 is not allowed",
-    "model.suffix=0": "model.suffix=0 is not allowed",
-    "model.mini_batch_size=0": "model.mini_batch_size=0 is not allowed",
     "model.inner_clip=0": "model.inner_clip=0",
-    "model.inner_lr=nan": "model.inner_lr=nan",
-    "model.sufix=2": "Did you mean `model.suffix`?",
-    "model.first_order=x": "first_order=x",
     "model.blocks=[ttt_linear]": "blocks",
     "model.pre_conv=true": "pre_conv",
 }
@@ -405,8 +356,6 @@ def test_states_and_calls_that_are_refused() -> None:
         model.step(ids, make("model.num_layers=2").step(ids)[1])
     with pytest.raises(MetaTTTError, match="the state is of another model"):
         model.step(ids, make("model.suffix=1").step(ids)[1])
-    with pytest.raises(MetaTTTError, match="ids hold 99"):
-        model(torch.full((1, 3), 99))
     with pytest.raises(MetaTTTError, match="set compile=false"):
         model.blocks[-1].compile()
     with pytest.raises(MetaTTTError, match="trainer=ddp"):
@@ -421,6 +370,9 @@ TINY = (
 )  # fmt: skip
 
 
+SIX = ("data.max_bytes=200000", "data.validation_max_bytes=2048", "trainer.max_steps=6")
+
+
 def test_the_inner_learning_rate_can_rise() -> None:
     model = make()
     model.scale = 0.5
@@ -431,13 +383,8 @@ def test_the_inner_learning_rate_can_rise() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps on the standard library's sources (`whole`), and one gone on with from its third step."""
     folder = tmp_path_factory.mktemp("runs")
-    settings = (
-        "data.max_bytes=200000",
-        "data.validation_max_bytes=2048",
-        f"output_dir={folder / 'whole'}",
-        "trainer.max_steps=6",
-    )
-    assert train(compose(*TINY, *settings, "callbacks.checkpoint.every_steps=3", "callbacks.checkpoint.keep=5")) == 0
+    kept = ("callbacks.checkpoint.every_steps=3", "callbacks.checkpoint.keep=5")
+    assert train(compose(*TINY, *SIX, *kept, f"output_dir={folder / 'whole'}")) == 0
     shutil.copytree(folder / "whole", folder / "resumed")
     assert train(compose(f"resume={folder / 'resumed' / 'checkpoints' / 'step-00000003'}", "overwrite=true")) == 0
     return folder
@@ -459,53 +406,26 @@ def test_windows_without_an_inner_step_are_refused(tmp_path: Path) -> None:
             train(compose(*TINY, "data.max_bytes=20000", f"output_dir={tmp_path / 'run'}", *settings))
 
 
-def test_a_trained_model_generates_and_is_evaluated(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_model_generates_and_is_scored(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, config = load_model(runs / "whole")
     assert isinstance(model, EndToEnd) and config.model.mini_batch_size == 8
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def \nclass Something:\n")
-    for chosen in ("prompt=def", f"prompts={prompts}"):
-        generate(compose(f"checkpoint={runs / 'whole'}", chosen, "max_new_tokens=20", "device=cpu", job="generate"))
-    assert capsys.readouterr().out
+    generate(compose(f"checkpoint={runs / 'whole'}", "prompt=def", "max_new_tokens=20", "device=cpu", job="generate"))
+    assert capsys.readouterr().out.startswith("def")
     ids = torch.randint(257, (3, 30))
     drawn = torch.stack(list(draw(model, ids, 20, temperature=0)), 1)
     with torch.no_grad():
         logits = model(torch.cat([ids, drawn], 1))[:, 29:-1]
     assert torch.equal(drawn, logits.argmax(-1))  # with the weights that 50 tokens have moved
-    windows = torch.randint(257, (2, 41))
-    loader: Any = [windows]
+    loader: Any = [torch.randint(257, (2, 41))]
     one, other = (score(model, loader, torch.ones(257, dtype=torch.long), segment=segment) for segment in (40, 7))
     assert abs(one.nats - other.nats).max() < 1e-4
-    output = f"output_dir={tmp_path / 'eval'}"
-    evaluate(
-        compose(f"checkpoint={runs / 'whole'}", output, "data.validation_max_bytes=2048", "device=cpu", job="eval")
-    )
-    assert (tmp_path / "eval" / "by_position.csv").is_file()
-
-
-def test_the_documentation() -> None:
-    """Its Python runs, and its commands compose."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "end_to_end.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {"__name__": "end_to_end"}
-    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
-        exec(compile(block, "end_to_end.md", "exec"), names)
-    commands = re.findall(r"^metattt train (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
-    assert commands
-    for command in commands:
-        assert compose(*shlex.split(command, comments=True)).model.mini_batch_size > 0
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(runs: Path, tmp_path: Path) -> None:
-    settings = (
-        "data.max_bytes=200000",
-        "data.validation_max_bytes=2048",
-        f"output_dir={tmp_path / 'run'}",
-        "trainer.max_steps=6",
-    )
-    codes, output = two_processes(tmp_path, *TINY, *settings, "trainer=ddp", "trainer.devices=2")
+    codes, output = two_processes(
+        tmp_path, *TINY, *SIX, f"output_dir={tmp_path / 'run'}", "trainer=ddp", "trainer.devices=2",
+    )  # fmt: skip
     assert codes == [0, 0], output
     one, two = (read_checkpoint(run)["state_dict"] for run in (runs / "whole", tmp_path / "run"))
     torch.testing.assert_close(dict(two), dict(one), rtol=0, atol=1e-5)

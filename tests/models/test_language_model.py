@@ -10,29 +10,33 @@ from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
-LAYERS = ("ttt_linear", "ttt_mlp", "linear_attention", "attention", "delta_net")
+LAYERS = ("ttt_linear", "ttt_mlp", "linear_attention", "attention", "delta_net", "nested_ttt")
 
 
 def make(layer: str = "ttt_linear", *overrides: str) -> LanguageModel:
     torch.manual_seed(0)
     small = ("dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", f"layer={layer}", *overrides)
-    return instantiate_model(compose(*small)).double().eval()
+    model = instantiate_model(compose(*small)).double().eval()
+    with torch.no_grad():  # away from the symmetric start, where a lost state would not show
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
 
 
 def tokens(*shape: int) -> Tensor:
     return torch.randint(31, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_any_split_gives_the_logits_of_one_call(layer: str) -> None:
-    model, ids = make(layer), tokens(2, 41)
+@pytest.mark.parametrize(("layer", "conv"), [*((layer, "true") for layer in LAYERS), ("ttt_mlp", "false")])
+def test_any_split_gives_the_logits_of_one_call(layer: str, conv: str) -> None:
+    model, ids = make(layer, f"model.pre_conv={conv}"), tokens(2, 41)
     whole = model(ids)
-    pieces, state, start = [], None, 0
-    for length in (19, 1, 1, 20):
-        logits, state = model.step(ids[:, start : start + length], state)
-        pieces.append(logits)
-        start += length
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, **TOLERANCE)
+    for sizes in ([19, 1, 1, 20], [1, 1, 1, 1, 4, 11, 1, 21], [16, 1, 1, 1, 22]):
+        pieces, state = [], None
+        for piece in ids.split(sizes, 1):
+            logits, state = model.step(piece, state)
+            pieces.append(logits)
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, **TOLERANCE)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "inside"])

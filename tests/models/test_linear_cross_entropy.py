@@ -1,5 +1,4 @@
-"""Cross-entropy without the logits of all tokens: values, derivatives and memory, with torch's function and with
-ours."""
+"""Cross-entropy without the logits of all tokens: values, derivatives and memory."""
 
 from __future__ import annotations
 
@@ -9,11 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from metattt.models import linear_cross_entropy as module
 from metattt.models.language_model import LanguageModel
-from metattt.models.linear_cross_entropy import OF_TORCH, linear_cross_entropy
-
-WAYS = [pytest.param(True, marks=pytest.mark.skipif(not OF_TORCH, reason="this torch has none")), False]
+from metattt.models.linear_cross_entropy import linear_cross_entropy
 
 
 def data(rows: int, dim: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,13 +28,9 @@ def whole(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Te
     return loss.detach(), *torch.autograd.grad(0.37 * loss, (x, weight))
 
 
-@pytest.mark.parametrize("of_torch", WAYS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize(("rows", "max_logits"), [(64, 64 * 53), (64, 16 * 53), (67, 500), (5, 1), (1, 1)])
-def test_equals_cross_entropy(
-    rows: int, max_logits: int, dtype: torch.dtype, bound: float, of_torch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "OF_TORCH", of_torch)
+@pytest.mark.parametrize(("rows", "max_logits"), [(64, 64 * 53), (67, 500), (1, 1)])
+def test_equals_cross_entropy(rows: int, max_logits: int, dtype: torch.dtype, bound: float) -> None:
     x, weight, labels = data(rows, 16, 53, dtype)
     if rows == 1:
         labels[:] = 3
@@ -66,9 +58,7 @@ def test_autocast_rounds_the_operands_and_not_the_loss(max_logits: int) -> None:
         assert (0.37 * found.double() - right).norm() <= 1e-2 * right.norm()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("of_torch", WAYS)
-def test_memory_does_not_grow_with_rows_times_vocabulary(of_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OF_TORCH", of_torch)
+def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     x, weight, labels = data(2048, 8, 1024, torch.float32)
 
     def largest(max_logits: int) -> int:
@@ -82,8 +72,7 @@ def test_memory_does_not_grow_with_rows_times_vocabulary(of_torch: bool, monkeyp
     assert largest(logits // 16) <= 4 * logits // 4
 
 
-def test_only_what_needs_gradients_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OF_TORCH", False)
+def test_only_what_needs_gradients_gets_them() -> None:
     x, weight, labels = data(20, 8, 30, torch.float64)
     expected = whole(x, weight, labels)
     for frozen, leaf, right in ((weight, x, expected[1]), (x, weight, expected[2])):
@@ -93,16 +82,12 @@ def test_only_what_needs_gradients_gets_them(monkeypatch: pytest.MonkeyPatch) ->
         frozen.requires_grad_()
 
 
-@pytest.mark.parametrize("of_torch", WAYS)
-def test_a_model_with_tied_embeddings(of_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_tied_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Echo(torch.nn.Module):
         def forward(self, x: Tensor, state: object, mask: object = None, reset: object = None) -> tuple[Tensor, object]:
             return x.cumsum(1), state
 
-    monkeypatch.setattr(module, "OF_TORCH", of_torch)
-    monkeypatch.setattr(
-        linear_cross_entropy, "__kwdefaults__", linear_cross_entropy.__kwdefaults__ | {"max_logits": 100}
-    )
+    monkeypatch.setitem(linear_cross_entropy.__kwdefaults__, "max_logits", 100)
     torch.manual_seed(0)
     model = LanguageModel(40, 16, 1, Echo).double()
     assert model.head.weight is model.embedding.weight

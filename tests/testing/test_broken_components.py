@@ -12,25 +12,12 @@ import torch
 from torch import Tensor
 
 from metattt.composition.compose import compose
-from metattt.learners import (
-    MLP,
-    FastWeights,
-    Learner,
-    Linear,
-    Weight,
-)
+from metattt.learners import MLP, FastWeights, Learner, Linear, Weight
 from metattt.optimizers import BlockMomentum, Gates, GradientDescent, InnerOptimizer
 from metattt.optimizers.base import Coefficients
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction, Task, Views
-from metattt.testing import (
-    LAWS,
-    LearnerConformance,
-    NotApplicable,
-    OptimizerConformance,
-    Specimen,
-    check,
-)
+from metattt.testing import LAWS, LearnerConformance, NotApplicable, OptimizerConformance, Specimen, check
 from metattt.testing.report import specimen_of
 
 
@@ -224,12 +211,7 @@ def test_a_sensitive_rule_does_not_excuse_a_fault(law: str, learner: Any, task: 
     ("law", "choice", "reason"),
     [
         ("forms_float32", "layer=lact", r"form=primal itself loses .*e-0. in float32, 4 times that is allowed"),
-        (
-            "precision_outputs",
-            "layer=lact",
-            "rounding tokens, parameters and inner steps to bf16 alone moves outputs by .*, 4 times",
-        ),
-        ("precision_outputs", "layer=nearest", "moves outputs by 4.*e-02"),
+        ("precision_outputs", "layer=lact", "to bf16 alone moves outputs by .*, 4 times"),
         ("precision_outputs", "layer=ttt_linear", "^$"),
     ],
 )
@@ -241,28 +223,18 @@ def test_a_wider_bound_has_a_reason(law: str, choice: str, reason: str) -> None:
 
 
 def test_a_rule_that_rounding_turns_around_is_not_judged() -> None:
+    spec = specimen_of(compose("layer=ttt_mlp", "optimizer=adam", "dim=16", "num_heads=2", job="check"))
     with pytest.raises(NotApplicable, match=r"moves gradients by .*e-01: a wrong result would not be noticed"):
-        LAWS["precision_gradients"].judge(
-            specimen_of(compose("layer=ttt_mlp", "optimizer=adam", "dim=16", "num_heads=2", job="check"))
-        )
+        LAWS["precision_gradients"].judge(spec)
 
 
-@pytest.mark.parametrize("name", ["self_attention", "mttt_mlp"])
 def test_check_says_which_laws_do_not_apply_to_a_layer_for_images(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    check(compose(f"layer={name}", "dim=8", "num_heads=2", job="check"))
+    check(compose("layer=self_attention", "dim=8", "num_heads=2", job="check"))
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("not causal") == 1 and "FAIL" not in out and out.count("pass") >= 7
-
-
-def test_a_rule_for_calls_of_some_lengths_is_not_an_error() -> None:
-    spec = specimen_of(
-        compose("layer=mttt_mlp", "optimizer.sampling=sgd", "optimizer.steps=2", "dim=8", "num_heads=2", job="check")
-    )
-    with pytest.raises(NotApplicable, match="do not divide"):
-        LAWS["forms"].judge(spec)
 
 
 def test_every_law_has_a_broken_component() -> None:
@@ -305,7 +277,6 @@ def test_a_broken_component_fails_its_class() -> None:
     [
         ("splits", lambda: GradientDescent(4, read="block"), "read=block shows a query tokens"),
         ("causality", lambda: GradientDescent(4, read="final"), "read=final is not causal"),
-        ("packing", lambda: GradientDescent(4, read="final"), "read=final reads every query"),
         ("limits", lambda: GradientDescent(4, read="previous", steps=2), "steps=2"),
     ],
 )
@@ -320,10 +291,7 @@ SMALL = ("dim=8", "num_heads=2", "optimizer.mini_batch_size=3")
 def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     check(compose("learner=linear", *SMALL, job="check"))
     out = capsys.readouterr().out
-    assert (
-        "form=fused: kernels ttt_linear.native (cpu), ttt_linear.closed_form (cpu), ttt_linear.triton (cuda)"
-        in " ".join(out.split())
-    )
+    assert "form=fused, by the kernels ttt_linear.native (cpu)" in " ".join(out.split())
     assert out.count("pass") == len(LAWS) and "FAIL" not in out
 
 
