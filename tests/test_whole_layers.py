@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import metattt
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
+from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.inner.causality import found_out
 from metattt.parallel.cuts import check_cut
@@ -128,6 +129,30 @@ def test_a_state_is_like_that_of_a_layer(name: str) -> None:
             parameter.zero_()
     fresh.load_state_dict(layer.state_dict())
     assert torch.equal(fresh(x)[0], layer(x)[0])
+
+
+@every_layer
+def test_calls_that_are_refused(name: str) -> None:
+    """Also NaN, which mixers would carry on for ever; in padding anything may stand."""
+    layer, x = make(name), tokens(5)
+    state, other = layer(x)[1], metattt.build("layer=ttt_linear", "dim=8", "num_heads=2").double()(x)[1]
+    spoiled = x.clone()
+    spoiled[0, 2, 3] = torch.nan
+    for arguments, options, message in (
+        ((x[..., :5],), {}, r"x has shape \[2, 5, 5\], expected \[B, T, 8\]"),
+        ((x[:, :0],), {}, "x has shape"),
+        ((x, other), {}, "the state is from another layer"),
+        ((x[:1], state), {}, "the state is for 2 sequences, x holds 1"),
+        ((x,), {"mask": torch.ones(2, 3, dtype=torch.bool)}, r"mask is torch.bool of shape \[2, 3\]"),
+        ((x,), {"reset": torch.ones(2, 5)}, "reset is torch.float32"),
+        ((spoiled,), {}, "x contains NaN"),
+    ):
+        with pytest.raises(MetaTTTError, match=message) as error:
+            layer(*arguments, **options)
+        assert len(str(error.value).splitlines()) <= 2
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[0, 2] = False
+    assert layer(spoiled, mask=mask)[0].isfinite().all()
 
 
 @every_layer
