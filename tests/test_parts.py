@@ -18,7 +18,7 @@ from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import load_components
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, NestedTTT, Weight
+from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, Weight
 from metattt.optimizers import (
     Adam,
     BlockMomentum,
@@ -71,7 +71,7 @@ def test_a_layer_prints_what_it_is() -> None:
 
 
 class Half(Linear):
-    """Refuses after its parameters are made, as often as it is told."""
+    """Refuses after its parameters are made, once."""
 
     refusals = 1
 
@@ -83,19 +83,7 @@ class Half(Linear):
         return self
 
 
-class HalfTask(Reconstruction):
-    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-        super().build(dim, num_heads, head_dim)
-        if head_dim < 8:
-            raise MetaTTTError("too narrow")
-
-
 def test_a_part_that_refuses_is_as_before() -> None:
-    task = HalfTask()
-    with pytest.raises(MetaTTTError, match="too narrow"):
-        task.setup(8, 2, 4)
-    assert not task.belongs and not list(task.parameters())
-    assert task.setup(16, 2, 8).belongs
     learner = ModuleLearner(nn.Linear(8, 8))
     given = learner.module
     with pytest.raises(MetaTTTError, match="cannot run"):
@@ -110,7 +98,6 @@ def test_a_part_that_refuses_is_as_before() -> None:
     "mistake",
     [
         lambda parts: TTTLayer(16, 2, *parts, form="summed"),
-        lambda parts: TTTLayer(16, 2, *parts, form="no_such"),
         lambda parts: TTTLayer(12, 4, *parts),
         lambda parts: TTTLayer(16, 2, parts[0], Half(), parts[2]),
     ],
@@ -122,17 +109,6 @@ def test_a_layer_that_refuses_lets_go_of_its_parts(mistake: Callable[[Any], obje
     assert not any(part.belongs or list(part.parameters()) for part in parts)
     y, _ = TTTLayer(16, 2, *parts)(torch.randn(1, 5, 16))
     assert y.shape == (1, 5, 16)
-
-
-def test_a_nested_layer_that_refuses_can_be_mended() -> None:
-    def make(dim: int, group_size: int) -> TTTLayer:
-        return TTTLayer(dim, 1, Reconstruction(), Linear(), GradientDescent(2), group_size=group_size)
-
-    learner = NestedTTT(make, residual=True)
-    with pytest.raises(MetaTTTError, match="equal widths"):
-        learner.setup(2, 4, 8)
-    assert not learner.belongs and isinstance(learner.module, nn.Identity)
-    learner.setup(2, 4, 4)
 
 
 def test_copies_of_an_unbuilt_part_are_parts_of_their_own() -> None:
@@ -204,21 +180,7 @@ def test_parts_are_made_on_one_device(name: str) -> None:
     assert torch.equal(*outputs)
 
 
-def test_a_module_from_the_meta_device_needs_values_for_its_indices() -> None:
-    class Masked(Constants):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mask", torch.ones(8, dtype=torch.bool))
-
-    with torch.device("meta"), pytest.raises(MetaTTTError, match="without values"):
-        layer(GradientDescent(4), ModuleLearner(Masked()))
-    module = Masked()
-    with torch.device("meta"):
-        assert layer(GradientDescent(4), ModuleLearner(module)).learner.get_buffer("module.mask").is_meta
-    assert module.mask.all()  # the one given stays as it is
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_retnet_decays_in_any_type(dtype: torch.dtype) -> None:
     made = layer(Momentum(4, decay="retnet", momentum="none")).to(dtype).optimizer
     for heads in (2, 8, 19):
@@ -306,22 +268,14 @@ def test_a_forgotten_super_is_said(base: type) -> None:
         TTTLayer(8, 2, *parts)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("call", ["before", "after"])
-@pytest.mark.parametrize("value", ["xavier", nn.Linear(2, 2)], ids=["text", "module"])
 @pytest.mark.parametrize(
-    ("base", "name"),
-    [
-        *((Linear, name) for name in ("init", "slow", "shapes", "weights", "linear_map", "belongs")),
-        *((Reconstruction, name) for name in ("views", "loss", "setup")),
-        *((GradientDescent, name) for name in ("gates", "slots", "has_token_steps")),
-    ],
+    ("base", "name", "call"),
+    [(Linear, "init", "before"), (Linear, "belongs", "after"), (Reconstruction, "loss", "after"), (GradientDescent, "slots", "before")],
 )
-def test_a_name_that_the_base_class_uses(base: type, name: str, value: object, call: str) -> None:
-    with pytest.raises(MetaTTTError, match=rf"Mine sets an attribute called '{name}', which \w+ has for its own use"):
-        mine(base, name, value, call)
-
-
-def test_a_name_of_the_base_class_on_the_class() -> None:
+def test_a_name_that_the_base_class_uses(base: type, name: str, call: str) -> None:
+    for value in ("xavier", nn.Linear(2, 2)):
+        with pytest.raises(MetaTTTError, match=rf"Mine sets an attribute called '{name}', which \w+ has for its own use"):
+            mine(base, name, value, call)
     with pytest.raises(MetaTTTError, match="'init', which Learner has for its own use"):
         type("Mine", (Linear,), {"init": "xavier"})
 
@@ -335,7 +289,7 @@ def test_a_misspelt_weight(how: Callable[[FastWeights, Tensor], Tensor]) -> None
         layer(GradientDescent(4), learner)
 
 
-@pytest.mark.parametrize("name", ["keys", "a.b", ""])
+@pytest.mark.parametrize("name", ["keys", "a.b"])
 def test_a_weight_whose_name_torch_does_not_allow(name: str) -> None:
     learner = type("Mine", (Numbers,), {"weights": lambda self, d_in, d_out: {name: Weight((d_in, d_out))}})()
     with pytest.raises(MetaTTTError, match=f"Mine names a weight '{name}', which torch does not allow"):

@@ -173,7 +173,7 @@ CALLS += [
     (lambda: model()(IDS, FLAGS.long()), "mask"),
     (lambda: model()(IDS, None, FLAGS[:, :3]), "reset"),
     (lambda: model().step(IDS, state()), "state"),
-    (lambda: model().step(IDS[:1], model().step(IDS)[1]), "sequences"),
+    (lambda: model().step(IDS[:1], model().step(IDS)[1]), "another model or batch"),
     (lambda: model(num_layers=2).step(IDS, model().step(IDS)[1]), "state"),
     *((lambda labels=labels: model().cross_entropy(IDS, labels), "labels") for labels in (IDS + 11, IDS.float(), IDS[:, :2], None)),
     # build, load, register
@@ -183,7 +183,7 @@ CALLS += [
     (lambda: metattt.build("ttt_mlp", dmi=8), "dim"),
     (lambda: metattt.load_model("nowhere"), "nowhere"),
     (lambda: register("learner", "linear")(MLP), "linear"),
-    (lambda: register("learner", "swallows")(type("S", (), {"__init__": lambda self, **a: None})), "swallows"),
+    (lambda: register("learner", "swallows")(type("S", (), {"__init__": lambda self, **a: None})), "misspelt"),
     # generation
     *((lambda v=v: sample(torch.zeros(1, 3), *v), "") for v in ((NAN,), (-1,), (1.0, 0), (1.0, None, 2.0))),
     *((lambda t=t: sample(torch.full((1, 3), NAN), t), "finite") for t in (1, 0)),
@@ -205,12 +205,14 @@ def test_every_setting_of_every_part_is_checked(target: str) -> None:
     """A number of no type that a setting has, and for numbers NaN; `trainable` and `step_scale` are known when it is built."""
     module, _, name = target.rpartition(".")
     part = getattr(import_module(module), name)
-    for setting in inspect.signature(part).parameters.values():
+    settings = inspect.signature(part).parameters.values()
+    required = {setting.name: 1j for setting in settings if setting.default is setting.empty}
+    for setting in settings:
         if setting.name in ("trainable", "step_scale"):
             continue
         for value in (1j, *([NAN] if type(setting.default) in (int, float) else [])):
             with pytest.raises(MetaTTTError) as error:
-                part(**{setting.name: value})
+                part(**(required | {setting.name: value}))
             assert len(str(error.value).splitlines()) <= 2, error.value
 
 

@@ -18,7 +18,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     # every law on eight components, three on the others
     **{f"test_conformance.py::{name}::": ("",) for name in WHOLE},
     "test_conformance.py::Test": LAWS,
-    "kernels/test_fused.py::test_no_kernel_is_taken_for_what_it_does_not_compute": (),
+    "kernels/test_fused.py::test_no_kernel_is_taken_for_what_it_does_not_compute": ("[one_step_away]",),
     "inner/test_causality.py::test_what_a_known_layer": SOME_LAYERS,
     "test_empty.py": SOME_LAYERS,
     "test_layer_table.py::test_laws": SOME_LAYERS,

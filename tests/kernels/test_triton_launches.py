@@ -18,7 +18,6 @@ import torch
 pytest.importorskip("triton")
 
 import compiled_kernels
-import shared_memory_of_ttt_linear
 import triton
 
 from metattt.kernels.triton.device import OPERANDS, SHARED_MEMORY, SIZES, WIDTHS
@@ -47,10 +46,10 @@ def compiling() -> Iterator[Callable[..., Any]]:
 def test_ttt_linear_takes_no_more_shared_memory_than_said(compiling: Callable[..., Any]) -> None:
     """The largest of 16 bits, and one of fp32; `results/gpu/ttt_linear_shared_memory.txt` has others."""
     for d, b, dtype, form in ((64, 64, "bfloat16", "chain"), (64, 16, "float32", "walk"), (64, 16, "float32", "chain")):
-        found = compiling(shared_memory_of_ttt_linear.of_shape, d, b, dtype, form)
+        found = compiling(compiled_kernels.linear, d, b, form, dtype)
         most = linear_tuning.shared_bytes(d, b, getattr(torch, dtype).itemsize, form)
         assert len(found) == (2 if form == "walk" else 5)
-        assert all(0 < shared <= most <= SHARED_MEMORY for _, _, shared in found)
+        assert all(0 < one.shared <= most <= SHARED_MEMORY for one in found)
 
 
 @pytest.mark.slow
