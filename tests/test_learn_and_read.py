@@ -15,7 +15,6 @@ from metattt.layer import TTTLayer
 
 B = 4  # tokens of a mini-batch
 SMALL = ("atlas", "lact", "lact_block", "titans", "ttt_linear", "ttt_mlp", "nested_transformer", "nested_ttt", "ttt3r")
-RECURRENCES = ("longhorn", "mamba", "mamba2_mixer")
 WHOLE_CALL = ("self_attention", "linear_attention_image", "linear_attention_elu_image")
 
 
@@ -102,12 +101,6 @@ def test_a_window_moves_on_with_the_place() -> None:
         torch.testing.assert_close(found[:, place : place + 1], layer.output(asked[:, place : place + 1], y))
 
 
-@pytest.mark.parametrize("name", ["attention", "window_attention", "nearest"])
-def test_an_average_of_nothing_is_refused(name: str) -> None:
-    with pytest.raises(MetaTTTError, match="learn first"):
-        build(name).read(tokens(3), None)
-
-
 @pytest.mark.parametrize("name", reading("committed"))
 def test_tokens_of_an_open_mini_batch_read_the_last_commit(name: str) -> None:
     layer = build(name, f"optimizer.mini_batch_size={B}")
@@ -148,35 +141,18 @@ def test_layers_of_two(name: str) -> None:
         torch.testing.assert_close(plain, layer.second.read(one, state.second))
 
 
-def test_what_was_learned_is_read() -> None:
-    """A linear layer that has learned pairs answers with their values; in any order of calls."""
-    layer, x = build("ttt_linear"), tokens(2 * B)
-    whole = layer.learn(x)
-    halves = layer.learn(x[:, B + 1 :], layer.learn(x[:, : B + 1]))
-    for a, b in zip(tensors(whole), tensors(halves), strict=True):
-        torch.testing.assert_close(a, b)
-    asked = tokens(3)
-    assert not torch.allclose(layer.read(asked, whole), layer.read(asked, None))
-
-
-@pytest.mark.parametrize("name", RECURRENCES)
-def test_a_recurrence_says_why_not(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "learned", "why"),
+    [
+        ("mamba", 4, "cannot read without learning"), ("self_attention", 0, "cannot read apart from learning"),
+        ("nested_transformer", B + 1, "read where a mini-batch begins"), ("window_attention", 0, "learn first"),
+        ("nearest", 0, "learn first"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_says_why(name: str, learned: int, why: str) -> None:
     layer = build(name)
-    with pytest.raises(MetaTTTError, match="cannot read without learning"):
-        layer.read(tokens(3), layer.learn(tokens(4)))
-
-
-@pytest.mark.parametrize("name", WHOLE_CALL)
-def test_a_layer_without_a_state_says_why_not(name: str) -> None:
-    layer = build(name)
-    with pytest.raises(MetaTTTError, match="cannot read apart from learning"):
-        layer.read(tokens(3), None)
-
-
-def test_a_learner_that_mixes_tokens_is_read_where_a_mini_batch_begins() -> None:
-    layer = build("nested_transformer")
-    with pytest.raises(MetaTTTError, match="read where a mini-batch begins"):
-        layer.read(tokens(3), layer.learn(tokens(B + 1)))
+    with pytest.raises(MetaTTTError, match=why):
+        layer.read(tokens(3), layer.learn(tokens(learned)) if learned else None)
 
 
 def tensors(state: Any) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -50,21 +49,6 @@ def test_every_registered_part_is_exported() -> None:
         if group in ("learner", "task", "optimizer") and module.startswith("metattt."):
             package = importlib.import_module(f"metattt.{group}s")
             assert cls in package.__all__ and getattr(package, cls).__module__ == module, f"{group}={name}"
-
-
-# -- printing ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_layer_prints_what_it_is() -> None:
-    text = repr(metattt.build("layer=lact", "dim=16", "num_heads=2"))
-    for part in (
-        "dim=16, num_heads=2, form='dual'",
-        "feature_map='silu', normalize_qk=True, loss='dot'",
-        "base_lr=0.001, lr='per_weight', lr_scale='none', pool='gates', orthogonalize=True, row_norm=True",
-    ):
-        assert part in text
-    text = repr(metattt.build("layer=titans", "dim=16", "num_heads=2"))
-    assert "(momentum_gate): Gate('per_head')" in text
 
 
 # -- built once, or not at all -----------------------------------------------------------------------------------------
@@ -119,17 +103,6 @@ def test_copies_of_an_unbuilt_part_are_parts_of_their_own() -> None:
         assert compare(run(a, torch.ones(1, 5, 16)), run(b, torch.ones(1, 5, 16))) == 0
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
-def test_copies_of_a_module_learner(copied: Callable[[Any], Any]) -> None:
-    made = layer(GradientDescent(4), ModuleLearner(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))))
-    expected = run(made, torch.ones(1, 5, 16))
-    other = copied(made.learner)
-    shares = other.init["0/weight"] is made.learner.init["0/weight"]
-    assert shares == (copied is copy.copy)
-    made._modules["learner"] = other
-    assert compare(run(made, torch.ones(1, 5, 16)), expected) == 0
-
-
 # -- devices and types -------------------------------------------------------------------------------------------------
 
 
@@ -178,17 +151,6 @@ def test_parts_are_made_on_one_device(name: str) -> None:
         torch.manual_seed(0)
         outputs.append(built(x)[0])
     assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_retnet_decays_in_any_type(dtype: torch.dtype) -> None:
-    made = layer(Momentum(4, decay="retnet", momentum="none")).to(dtype).optimizer
-    for heads in (2, 8, 19):
-        made.decay_gate.num_heads = heads
-        decay = made.decay_gate(torch.zeros(1, 3, 16, dtype=dtype))
-        assert decay.dtype == torch.promote_types(dtype, torch.float32)
-        assert decay[0, :, 0].tolist() == [1 - 2.0 ** (-5 - h) for h in range(heads)]
-    assert not list(made.decay_gate.buffers()) and not made.decay_gate.state_dict()
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
@@ -259,7 +221,7 @@ def mine(base: type, name: str = "", value: Any = None, call: str = "after") -> 
     return type("Mine", (base,), {"__init__": __init__})()
 
 
-@pytest.mark.parametrize("base", [Linear, Reconstruction, GradientDescent])
+@pytest.mark.parametrize("base", [Linear, GradientDescent])
 def test_a_forgotten_super_is_said(base: type) -> None:
     with pytest.raises(MetaTTTError, match=r"Mine.__init__ sets 'k' before super\(\).__init__\(\)"):
         mine(base, "k", nn.Linear(2, 2), call="never")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -86,29 +85,16 @@ def test_autocast(name: str) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(name: str, mode: Callable[[], Any]) -> None:
-    layer = SPECIMENS[name].make()
-    x = tokens()
-    eager = run(layer, x)
-    with mode():
-        whole, _ = layer(x)
+def test_without_gradients(name: str) -> None:
+    layer, x = SPECIMENS[name].make(), tokens()
+    eager = run(layer, x, grads=True)
+    with torch.inference_mode():
         first, state = layer(x[:, :6])
         second, _ = layer(x[:, 6:], state)
-    assert not whole.requires_grad
-    assert distance(whole, eager.y) <= BOUND
     assert distance(torch.cat([first, second], dim=1), eager.y) <= BOUND
-
-
-def test_frozen_layer_and_frozen_input() -> None:
-    layer = SPECIMENS["mlp"].make()
-    eager = run(layer, tokens(), grads=True)
-    for parameter in layer.parameters():
-        parameter.requires_grad_(False)
-    frozen = run(layer, tokens(), grads=True)
-    assert distance(frozen.grads["x"], eager.grads["x"]) <= BOUND
-    y, _ = layer(tokens())
-    assert not y.requires_grad
+    layer.requires_grad_(False)
+    assert not layer(x)[0].requires_grad
+    assert distance(run(layer, x, grads=True).grads["x"], eager.grads["x"]) <= BOUND
 
 
 def test_detached_state_cuts_the_graph() -> None:
@@ -124,18 +110,6 @@ def test_detached_state_cuts_the_graph() -> None:
 
 
 # -- torch.func --------------------------------------------------------------------------------------------------------
-
-
-@every_form
-def test_functional_call_with_other_parameters(name: str) -> None:
-    layer = SPECIMENS[name].make()
-    other = copy.deepcopy(layer)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    values = dict(other.named_parameters())
-    assert error(other, lambda x: torch.func.functional_call(layer, values, (x,))[0], tokens()) <= BOUND
 
 
 @every_form
@@ -317,25 +291,10 @@ class MixesAfterwards(Mixes):
         return w.linear(x, "w").cumsum(2)
 
 
-class MixesInTheLoss(Reconstruction):
-    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-        return super().loss(prediction - prediction.mean(2, keepdim=True), v)
-
-
-class OneLoss(Reconstruction):
-    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-        return super().loss(prediction, v).mean(2)
-
-
 @pytest.mark.parametrize(("learner", "form"), [(Mixes, "auto"), (MixesAfterwards, "dual"), (Mixes, "primal"), (MixesAfterwards, "summed")])
 def test_undeclared_mixing_of_tokens(learner: type[Learner], form: str) -> None:
     rule = GradientDescent(4, read="previous" if form == "summed" else "inclusive")
     refused(lambda: layer_of(learner(), rule, form=form), learner.__name__, "mixes_tokens = True")
-
-
-def test_loss_that_mixes_tokens_or_loses_them() -> None:
-    refused(lambda: TTTLayer(8, 2, MixesInTheLoss(), Linear(), GradientDescent(4)), "tokens")
-    refused(lambda: TTTLayer(8, 2, OneLoss(), Linear(), GradientDescent(4)), "OneLoss.loss", "shape")
 
 
 class LooksAhead(Mixes):
@@ -349,21 +308,15 @@ class Declared(LooksAhead):
         return w.linear(x - x.cumsum(2) / torch.arange(1, x.shape[2] + 1, dtype=x.dtype).unsqueeze(-1), "w")
 
 
-@pytest.mark.parametrize("read", ["inclusive", "exclusive", "previous", "committed"])
-def test_mixing_must_be_causal(read: Any) -> None:
+@pytest.mark.parametrize(("read", "form"), [("inclusive", "dual"), ("exclusive", "dual"), ("previous", "summed"), ("committed", "summed")])
+def test_mixing_must_be_causal(read: Any, form: str) -> None:
     refused(lambda: layer_of(LooksAhead(), GradientDescent(4, read=read)), "LooksAhead", "later")
-    assert layer_of(Declared(), GradientDescent(4, read=read)).form == (
-        "dual" if read in ("inclusive", "exclusive") else "summed"
-    )
+    assert layer_of(Declared(), GradientDescent(4, read=read)).form == form
 
 
 def test_forms_that_take_mixing_apart_are_refused() -> None:
     for form in ("primal", "dual"):
-        refused(
-            lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form),
-            f"form={form}",
-            "auto",
-        )
+        refused(lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form), f"form={form}", "auto")
     refused(lambda: layer_of(Declared(), GradientDescent(4, anchor="batch")), "Declared", "anchor=minibatch")
 
 

@@ -118,17 +118,11 @@ def test_a_state_is_like_that_of_a_layer(name: str) -> None:
     loaded = torch.load(file, weights_only=True)
     expected = layer(x[:, :3], state)[0]
     assert not torch.equal(expected, layer(x[:, :3])[0])
-    for other in (loaded, copy.deepcopy(state.detach()), state.to("cpu"), state.select(torch.arange(2))):
+    for other in (loaded, copy.deepcopy(state.detach()), state.to("cpu")):
         assert type(other) is type(state) and torch.equal(layer(x[:, :3], other)[0], expected)
     swapped = layer(x[[1, 0], :3], state.select(torch.tensor([1, 0])))[0]
     torch.testing.assert_close(swapped, expected[[1, 0]], **EXACT)
     assert torch.equal(copy.deepcopy(layer)(x)[0], layer(x)[0]) and state.nbytes > 0
-    fresh = make(name)
-    with torch.no_grad():
-        for parameter in fresh.parameters():
-            parameter.zero_()
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(fresh(x)[0], layer(x)[0])
 
 
 @every_layer

@@ -3,16 +3,13 @@ none in what is exported."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
@@ -82,13 +79,8 @@ def results(call: Any, layer: TTTLayer, x: Tensor) -> dict[str, Tensor]:
 
 
 def nodes(graph: GraphModule) -> list[str]:
-    return [
-        str(node.target)
-        for part in graph.modules()
-        if isinstance(part, GraphModule)
-        for node in part.graph.nodes
-        if str(node.target).startswith("metattt")
-    ]
+    found = [node for part in graph.modules() if isinstance(part, GraphModule) for node in part.graph.nodes]
+    return [str(node.target) for node in found if str(node.target).startswith("metattt")]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -110,8 +102,7 @@ def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batche
     assert graphs == [[f"metattt.{name}.default"], [f"metattt.{name}_backward.default"]] * 3
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("name", "trained"), [("ttt_linear", True), ("ttt_mlp", False)])
 def test_an_exported_layer_has_none_and_can_be_trained(name: str, trained: bool) -> None:
     layer, x = small(name), torch.randn(2, 37, 32)
     with torch.set_grad_enabled(trained):
@@ -124,25 +115,6 @@ def test_an_exported_layer_has_none_and_can_be_trained(name: str, trained: bool)
     found = torch.autograd.grad(y.square().sum(), [parameters[key] for key in expected])
     for gradient, (key, wanted) in zip(found, expected.items(), strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5, msg=key)
-
-
-def test_an_exported_layer_is_loaded_without_metattt(tmp_path: Path) -> None:
-    class Predictions(nn.Module):  # torch writes down no result that is a state
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = small("ttt_linear")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)[0]
-
-    layer, x = Predictions(), torch.randn(2, 37, 32)
-    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
-    torch.save((x, layer(x).detach()), tmp_path / "expected.pt")
-    load = (
-        "import sys, torch; program = torch.export.load('layer.pt2').module(); x, y = torch.load('expected.pt'); "
-        "torch.testing.assert_close(program(x), y, rtol=1e-4, atol=1e-5); assert 'metattt' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True)
 
 
 def test_the_fused_form_is_not_exported() -> None:

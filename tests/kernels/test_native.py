@@ -90,22 +90,6 @@ def test_any_strides(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-def test_only_some_gradients(kind: str) -> None:
-    """Of the last weights alone, or of the outputs alone, for some of the inputs."""
-    x = inputs(kind, tau="none")
-    double = {name: value.double() for name, value in x.items()}
-    for pick in (lambda y, after: after["w1"].square().sum(), lambda y, after: y.square().sum()):
-        found, expected = [], []
-        for form, values, out in ((KERNELS[kind], x, found), (REFERENCES[kind], double, expected)):
-            leaves = {name: value.detach().requires_grad_(name in ("k", "w1")) for name, value in values.items()}
-            pick(*form.scan(given_of(leaves, 16), None)).backward()
-            out += [leaf.grad for leaf in leaves.values()]
-        for a, e in zip(found, expected, strict=True):
-            assert (a is None) == (e is None)
-            assert a is None or (a.double() - e).norm() < BOUND * e.norm()
-
-
-@pytest.mark.parametrize("kind", KERNELS)
 def test_threads_and_no_gradients_give_the_same_bits(kind: str) -> None:
     x = inputs(kind, tau="none", n=480, batch=3)
     expected = results(KERNELS[kind], x)
@@ -119,7 +103,7 @@ def test_threads_and_no_gradients_give_the_same_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("name", ["k", "v", "q", "eta", "w1", "scale"])
+@pytest.mark.parametrize("name", ["k", "q", "eta", "w1", "scale"])
 def test_nan_is_not_lost(kind: str, name: str) -> None:
     """It reaches all that depends on it, and no other head or sequence."""
     x = inputs(kind, tau="none")
@@ -136,10 +120,12 @@ def test_nan_is_not_lost(kind: str, name: str) -> None:
         assert name == "scale" or not found[key][1].any()
 
 
+LEARNERS: dict[str, Any] = {"linear": Linear, "mlp": MLP}
+
+
 def layer(kind: str) -> TTTLayer:
     torch.manual_seed(0)
-    learner = Linear() if kind == "linear" else MLP()
-    return TTTLayer(32, 2, Reconstruction(), learner, GradientDescent(16, token_steps="shared"))
+    return TTTLayer(32, 2, Reconstruction(), LEARNERS[kind](), GradientDescent(16, token_steps="shared"))
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -207,7 +193,7 @@ def test_one_number_for_all(kind: str, label: tuple[int, ...], gates: dict[str, 
         torch.manual_seed(0)
         task, rule = OneLabel(), Shared(16)
         task.axes, rule.axes = label, gates
-        layer = TTTLayer(32, 2, task, Linear() if kind == "linear" else MLP(), rule, form=form)
+        layer = TTTLayer(32, 2, task, LEARNERS[kind](), rule, form=form)
         leaf = x.clone().requires_grad_()
         y = layer(leaf)[0]
         gradients = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
