@@ -15,7 +15,9 @@ import pytest
 import speed
 import torch
 from comparisons import cells
-from comparisons.cells import Cell, Runner
+from comparisons.cells import Cell, Result, Runner
+from comparisons.comparison import Claim, Row, order, ranked, spread, steps_against
+from comparisons.rows import rows
 
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -179,6 +181,51 @@ def test_a_cell_runs_again_if_it_failed_or_its_configuration_changed(
     Runner(tmp_path, 1, 1, said.append).run([good])
     assert began == ["train"] * 4
     assert Cell("a", "train", ("dim=8",)).place != Cell("a", "train", ("dim=16",)).place
+
+
+class Canned(Runner):
+    """Cells of rows that score what is given; a row without a score fails."""
+
+    def __init__(self, folder: Path, scores: dict[str, float]):
+        super().__init__(folder, 1, 0, lambda line: None)
+        self.scores = scores
+
+    def run(self, cells: Sequence[Cell]) -> list[Result]:
+        found = []
+        for cell in cells:
+            folder, score = self.folder / cell.place, self.scores.get(cell.name.partition(" ")[0])
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "metrics.csv").write_text(f"step,train/loss,validation/bits_per_byte\n1,,{score}\n")
+            (folder / "by_position.csv").write_text(f"first,last,tokens,loss,bits_per_byte\n1,4,4,1.0,{score}\n")
+            found.append(Result(cell, folder, score is not None, "" if score else "no such layer", 1.0))
+        return found
+
+
+def test_rows_are_sorted_compared_with_a_baseline_and_failures_named(tmp_path: Path) -> None:
+    chosen = [Row(name, (f"layer={name}",), None) for name in ("lact", "linear", "gla", "bad")]
+    options = {"best_first": True, "baseline": "linear", "behind": 1.1}
+    claim = Claim("x", "cpu", "Title", "asked", chosen, (), ("split=test",), (0, 1), (1e-3, 2e-2), options=options)
+    report = rows(claim, Canned(tmp_path, {"gla": 2.0, "linear": 2.5, "lact": 3.0}))
+    (table,) = report.tables.values()
+    assert [row["row"] for row in table] == ["`gla`", "`linear`", "`lact`", "`bad`"]
+    assert [row["times linear"] for row in table] == ["0.800", "1.000", "1.200", "–"]
+    assert "More than 10% behind `linear`: `lact` (1.200 times)." in report.text and "`bad`" in report.text
+    assert any("did not finish: no such layer" in line for line in report.notes) and len(report.records) == 6
+
+
+def test_orders_are_told_as_they_came_out() -> None:
+    assert order([1.0, 1.1], [1.2, 1.3]) == "better" == order([3.0], [2.0], lower_is_better=False)
+    assert order([1.2, 1.3], [1.0, 1.1]) == "worse"
+    assert order([1.0, 1.25], [1.2, 1.3]) == "within the spread" and order([], [1.0]) == "not known"
+    assert spread([1.0, 2.0]) == "1.500 ± 0.707" and spread([1.0]) == "1.000" and spread([]) == "–"
+    reported = {"a": 16.0, "b": 15.0, "c": 15.0, "d": 14.0, "e": 13.0}
+    values = {"a": [3.0, 3.1], "b": [2.0, 2.1], "c": [2.05, 2.0], "d": [2.5, 2.6], "e": []}
+    told = "\n".join(steps_against(values, reported))
+    assert "As in the paper, 2 of 4 steps: `a` → `b` (better); `b` → `c`" in told
+    assert "Against the paper, 1 of 4 steps: `c` → `d` (worse)" in told
+    assert "Not known, for want of figures, 1 of 4" in told
+    sorted_ = ranked({"x": [2.0, 2.1], "y": [1.0, 1.1], "z": [2.05, 2.2]})
+    assert sorted_ == "`y` 1.050 ± 0.071 < `x` 2.050 ± 0.071 ≈ `z` 2.125 ± 0.106"
 
 
 # -- the script for a GPU ----------------------------------------------------------------------------------------------

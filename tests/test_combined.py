@@ -14,7 +14,7 @@ import metattt
 from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
-from metattt.combined import Combined, CombinedState
+from metattt.combined import Combined
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
@@ -94,24 +94,17 @@ def test_a_group_size_reaches_all_layers_inside() -> None:
 
 
 def test_kept_on_disk(tmp_path: Path) -> None:
+    """A pattern of them and of mixers, with a setting of a layer inside one."""
     cfg = compose(
         "dim=8", "num_heads=2", "model.num_layers=6", "model.ffn_dim=8", "model.vocab_size=11",
         "model.blocks=[lact_block,titans_mag,titans_mal,mamba,mamba2_mixer,longhorn]",
-        job="language_model",
+        "model.blocks.lact_block.layer.first.learner.window=5", job="language_model",
     )  # fmt: skip
     model = instantiate_model(cfg)
+    assert model.blocks[0].layer.first.learner.window == 5
     write_model(tmp_path / "model", make_record(cfg), model.state_dict(), None)
     again, _ = load_model(tmp_path / "model")
     ids = torch.randint(11, (2, 9))
     assert torch.equal(again(ids), model(ids))
     with pytest.raises(MetaTTTError, match="cannot be written as a published one: its layers are Combined"):
         PublishedConfig.of(model)
-
-
-def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    layer, x = make("titans_mag"), torch.randn(2, 9, 8, dtype=torch.float64)
-    with torch.no_grad():
-        _, state = layer(x)
-        state.save(tmp_path / "state", model=layer)
-        again = CombinedState.load(tmp_path / "state", model=layer)
-        assert torch.equal(layer(x, again)[0], layer(x, state)[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch._inductor import config as inductor
 from torch.utils.checkpoint import checkpoint
@@ -365,13 +365,3 @@ def test_parts_belong_to_one_layer() -> None:
     refused(lambda: TTTLayer(8, 2, task, Linear(), GradientDescent(4)), "Reconstruction", "already belongs")
     refused(lambda: TTTLayer(8, 2, Reconstruction(), learner, GradientDescent(4)), "Linear", "already belongs")
     refused(lambda: TTTLayer(8, 2, Reconstruction(), Linear(), optimizer), "GradientDescent", "already belongs")
-
-
-def test_a_layer_in_a_model_survives_to_and_pickle(tmp_path: Any) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), SPECIMENS["dual"].make(dtype=torch.float32))
-    torch.save(model, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    x = torch.randn(1, 6, 8)
-    assert torch.equal(loaded(x)[0], model(x)[0])
-    y, state = loaded.double()(x.double())
-    assert y.dtype == torch.float64 and state.pos.dtype == torch.long

@@ -38,18 +38,11 @@ def with_module(module: nn.Module, mixes_tokens: bool = False) -> TTTLayer:
     return TTTLayer(16, 2, Reconstruction(), learner, rule)
 
 
-def without_kernels(name: str) -> TTTLayer:
-    layer = metattt.build(f"layer={name}", "dim=16", "num_heads=2")
-    layer.plan.kernels.clear()
-    return layer
-
-
 LAYERS: dict[str, Callable[[], TTTLayer]] = {
     "module": lambda: with_module(nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))),
     "module that mixes tokens": lambda: with_module(Attention(), mixes_tokens=True),
     "nested_ttt": lambda: metattt.build("layer=nested_ttt", "dim=16", "num_heads=2"),
     "ttt_mlp": lambda: metattt.build("layer=ttt_mlp", "dim=16", "num_heads=2"),
-    "ttt_mlp, dual": lambda: without_kernels("ttt_mlp"),
 }
 
 

@@ -90,6 +90,22 @@ def test_any_strides(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KERNELS)
+def test_only_some_gradients(kind: str) -> None:
+    """Of the last weights alone, or of the outputs alone, for some of the inputs."""
+    x = inputs(kind, 16, 16, True, "none")
+    double = {name: value.double() for name, value in x.items()}
+    for pick in (lambda y, after: after["w1"].square().sum(), lambda y, after: y.square().sum()):
+        found, expected = [], []
+        for form, values, out in ((KERNELS[kind], x, found), (REFERENCES[kind], double, expected)):
+            leaves = {name: value.detach().requires_grad_(name in ("k", "w1")) for name, value in values.items()}
+            pick(*form.scan(given_of(leaves), None)).backward()
+            out += [leaf.grad for leaf in leaves.values()]
+        for a, e in zip(found, expected, strict=True):
+            assert (a is None) == (e is None)
+            assert a is None or (a.double() - e).norm() < BOUND * e.norm()
+
+
+@pytest.mark.parametrize("kind", KERNELS)
 def test_threads_and_no_gradients_give_the_same_bits(kind: str) -> None:
     x = inputs(kind, tau="none", n=480, batch=3)
     expected = results(KERNELS[kind], x)
@@ -98,7 +114,7 @@ def test_threads_and_no_gradients_give_the_same_bits(kind: str) -> None:
         assert torch.equal(value, expected[name]), name
     leaves = {name: value.requires_grad_() for name, value in x.items()}
     with torch.no_grad():
-        y, after = KERNELS[kind].scan(given_of(leaves, 16), None)  # type: ignore[arg-type]
+        y, after = KERNELS[kind].scan(given_of(leaves), None)  # type: ignore[arg-type]
     assert torch.equal(y, expected["y"]) and torch.equal(after["w1"], expected["final w1"]) and not y.requires_grad
 
 

@@ -194,10 +194,23 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ttt_mlp", {"b1": None}, {}, "b1 and b2"),
     ("ttt_mlp", {"initial_state": (None, None)}, {}, r"expected \(w1, b1, w2, b2\)"),
 ]  # fmt: skip
-@pytest.mark.parametrize(("op", "changes", "sizes", "message"), REFUSED)
-def test_errors_say_what_is_wrong(op: str, changes: dict[str, Any], sizes: dict[str, Any], message: str) -> None:
-    given = small(op, **sizes)
+def refused(call: Callable[..., Any], given: Given, changes: dict[str, Any], message: str) -> None:
     changed = given | {key: value(given) if callable(value) else value for key, value in changes.items()}
     with pytest.raises(MetaTTTError, match=message) as caught:
-        OPERATIONS[op].run(**changed)
+        call(**changed)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("op", "changes", "sizes", "message"), REFUSED)
+def test_errors_say_what_is_wrong(op: str, changes: dict[str, Any], sizes: dict[str, Any], message: str) -> None:
+    refused(OPERATIONS[op].run, small(op, **sizes), changes, message)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_errors_of_decoding(op: str) -> None:
+    given, names = small(op), OPERATIONS[op].weights
+    given |= {name: given[name][:, 0] for name in TOKENS} | {name: given[name][None] for name in names}
+    given |= {f"update_{name}": torch.zeros_like(given[name]) for name in names} | {"phase": torch.zeros(1, dtype=torch.int64)}
+    update = f"update_{names[0]}"
+    for name, wrong in (("phase", torch.zeros(3, dtype=torch.int64)), (update, half(update)), (names[0], half("q"))):
+        refused(OPERATIONS[op].decode, given, {name: wrong}, f"{name} has shape")

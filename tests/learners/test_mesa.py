@@ -10,6 +10,7 @@ from saved import SavedBytes
 from torch import Tensor
 from torch.func import grad, vjp, vmap
 
+import metattt
 from metattt.layer import TTTLayer
 from metattt.learners import RecurrentRidge
 from metattt.optimizers import Append
@@ -63,6 +64,11 @@ def at_every_token(views: Views, gates: DataGates, ridge: float) -> Tensor:
     return torch.stack(rows, 2)
 
 
+def test_ridge_starts_where_it_is_told() -> None:
+    made = metattt.build("layer=mesa_net", "dim=8", "num_heads=2", "learner.ridge=3", "learner.ridge_floor=2.5").learner
+    torch.testing.assert_close(torch.nn.functional.softplus(made.slow["ridge"]) + 2.5, torch.full((2, 4), 3.0))
+
+
 # -- the solver --------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +106,15 @@ def test_a_tolerance_is_kept_and_saves_steps(monkeypatch: pytest.MonkeyPatch) ->
         steps.append(len(calls))
     assert steps[0] == 30 and steps[1] < steps[2] < steps[3] < 30
     assert errors[0] < 1e-8 and errors[1] < 1e-1 and errors[2] < 1e-4 and errors[3] < 1e-7
+
+
+def test_a_token_stops_by_itself() -> None:
+    """What other tokens need changes nothing, so a call may be cut anywhere."""
+    made = layer(tolerance=0.05)
+    x = tokens(9)
+    whole = run(made, x).y
+    assert torch.allclose(run(made, x, [1, 2, 5]).y, whole, rtol=0, atol=1e-12)
+    assert torch.allclose(run(made, x[1:]).y, whole[1:], rtol=0, atol=1e-12)
 
 
 def test_memory_does_not_grow_with_the_iterations() -> None:

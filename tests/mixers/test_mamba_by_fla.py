@@ -153,15 +153,6 @@ def test_second_derivatives_are_those_of_the_reference() -> None:
         assert other.any() and (one - other).abs().max() <= 0.05 * other.abs().max()
 
 
-def test_a_backward_pass_can_be_run_again() -> None:
-    x = torch.randn(1, 20, 2, 4, requires_grad=True)
-    rest = (-torch.rand(1, 20, 2), torch.randn(1, 20, 1, 3), torch.randn(1, 20, 1, 3), torch.zeros(1, 2, 4, 3))
-    y, h = duality(x, *rest, None, 16, 0, torch.bfloat16)
-    twice = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2)]
-    assert torch.equal(*twice)
-    assert torch.autograd.grad(h.sum(), x)[0].any()
-
-
 def test_inside_a_transform_of_torch() -> None:
     rest = (-torch.rand(1, 20, 2), torch.randn(1, 20, 1, 3), torch.randn(1, 20, 1, 3), torch.zeros(1, 2, 4, 3))
 

@@ -85,7 +85,6 @@ EXACT: dict[str, tuple[Callable[..., Learner], Callable[..., InnerOptimizer]]] =
     "all gates": (Linear, rule(Own, names="abk", nesterov=True)),
     "all gates, solved": (LINEAR_MAP, online(names="abk", decay_to_init=True, gradient_at="decayed")),
     "no momentum where it is declared": (Linear, rule(Own, has_momentum=True, nesterov=True, decay_to_init=True)),
-    "a write gate alone": (Linear, rule(Own, names="k")),
     "a write gate alone, MLP": (MLP, rule(Own, names="k")),
     "a write gate and channel decays": (LINEAR_MAP, online(names="dk")),
     "the same, read before": (LINEAR_MAP, partial(online(names="dk", gradient_at="decayed"), read="exclusive")),

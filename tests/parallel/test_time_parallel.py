@@ -16,6 +16,7 @@ import torch.distributed as dist
 from local_processes import together
 from processes_for_tests import Program
 from runs_for_tests import log
+from speeds.time_parallel import TimeParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -393,6 +394,16 @@ def pickled(frame: Any) -> Any:
 
 
 # -- the benchmark, and a process that ends ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_benchmark_checks_and_measures() -> None:
+    small = TimeParallel([2], [2], [2], 5.0, 8, 1, ["linear_attention", "delta_net"], [64])
+    report = small.run(lambda line: None)
+    ((idle,), messages) = report.tables.values()
+    assert 0 < idle["idle"] < 1 and idle["formula, per block"] == pytest.approx(1 / 5)
+    weights, tail, tails = 64 * 64, 3 * 64, 3 * 3 * 64  # the block's convolution, and the layer's of q, k and v; the position
+    assert [row["D = 64"] for row in messages] == [4 * (weights + tail) + 8, 4 * (weights + tail + tails) + 8]
 
 
 def many_messages() -> int:
