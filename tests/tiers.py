@@ -17,6 +17,7 @@ SOME_LAYERS = ("[ttt_linear", "[ttt_mlp", "[gated_delta_net", "[titans", "[windo
 FIRST_TIER: dict[str, tuple[str, ...]] = {
     # every law on eight components, three on the others
     **{f"test_conformance.py::{name}::": ("",) for name in WHOLE},
+    "test_conformance.py::TestNextToken": (*LAWS, "test_packing"),
     "test_conformance.py::Test": LAWS,
     "test_documents.py::Test": LAWS,
     "learners/test_adapter.py::Test": LAWS,
@@ -49,7 +50,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "kernels/test_triton_operations.py::test_compiled": (),
     "kernels/test_triton_operations.py::test_operators_pass": (),
     "kernels/test_on_gpu.py::test_a_layer_through_the_triton_operation": ("[linear-True-shared]",),
-    "test_export.py": ("[ttt_linear]", "[attention]", "[gated_delta_net]"),
+    "test_export.py": ("[ttt_linear]", "[attention]", "[gated_delta_net]", "sizes_of_a_loop"),
     # other libraries, other processes, attacks, long runs, sweeps, benchmarks, pages
     "robustness/test_robustness.py": (),
     "generation/test_any_model.py": (),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from mini_batches import WEIGHTS, inputs
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -24,20 +25,12 @@ OPERATIONS = ["ttt_linear", "ttt_mlp"]
 def arguments(name: str, gates: Sequence[str] = (), bias: bool = True, dtype: torch.dtype = torch.float32) -> list[Any]:
     """Two sequences of two heads, two mini-batches of 16 tokens, in the order of the operator."""
     kernels()  # registers the operators
+    given = inputs(name.removeprefix("ttt_"), bias=bias, tau="per_head" if "tau" in gates else "none", hidden=32, n=32)
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int, scale: float = 0.3) -> Tensor:
-        return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-
-    def gate() -> Tensor:
-        return torch.rand(2, 2, 32, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-
-    k, v, q = (draw(2, 32, 2, 16, scale=1.0).detach().transpose(1, 2).requires_grad_() for _ in range(3))
-    alpha, kappa = (gate() if wanted in gates else None for wanted in ("alpha", "kappa"))
-    tau = draw(2, 16) if "tau" in gates else None
-    shapes = [(16, 16), (16,)] if name == "ttt_linear" else [(16, 32), (32,), (32, 16), (16,)]
-    weights = [draw(2, 2, *shape) for shape in (shapes if bias else shapes[::2])]
-    return [k, v, q, gate(), alpha, kappa, tau, draw(2, 16), draw(2, 16), weights, 16, 1, True, True, None, "cpu"]
+    given |= {gate: torch.rand(2, 2, 32, generator=generator) for gate in ("alpha", "kappa") if gate in gates}
+    leaves = {key: x.to(dtype).detach().requires_grad_() for key, x in given.items()}
+    tensors = [leaves.get(key) for key in ("k", "v", "q", "eta", "alpha", "kappa", "tau", "scale", "shift")]
+    return [*tensors, [leaves[key] for key in WEIGHTS if key in leaves], 16, 1, True, True, None, "cpu"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
