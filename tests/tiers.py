@@ -23,7 +23,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "learners/test_adapter.py::Test": LAWS,
     "inner/test_causality.py::test_what_a_known_layer": SOME_LAYERS,
     "test_empty.py": SOME_LAYERS,
-    "test_learn_and_read.py::test_learned": SOME_LAYERS,
+    "test_learn_and_read.py::test_learned": ("[ttt_linear", "[ttt_mlp", "[gated_delta_net", "[window_attention", "[mamba2"),
     "test_parts.py::test_parts_are_made": ("[decoded]", "[module]", "[gates]", "[block]", *SOME_LAYERS),
     "test_layer_table.py::test_laws": SOME_LAYERS,
     "testing/test_broken_components.py::test_check_says": ("[self_attention]",),
