@@ -1,57 +1,174 @@
 """Registers, stack and shared memory of the Triton kernels, as compiled for sm_90; no GPU is needed.
 
     python tests/compiled_kernels.py >> results/gpu/compiled.md
+    python tests/compiled_kernels.py shared                       # of ttt_linear, all shapes: hours of one core
+    python tests/compiled_kernels.py shared 64,16,bfloat16,chain  # d, b, type, form
 
-A row is a kernel of a forward and a backward pass with biases, token steps and final states, or of a decoding step in place,
-by head width, mini-batch, type, and form: `walk` (one program a sequence and head) or `chain` (the recurrence apart from
-what is parallel).
+The first prints a row for every kernel of a forward and a backward pass with biases, token steps and final states, or of a
+decoding step in place, by head width, mini-batch, type, and form: `walk` (one program a sequence and head) or `chain` (the
+recurrence apart from what is parallel). The second prints bytes, warps, and the bytes that `tuning` says it takes at most.
+
+Not under TRITON_INTERPRET=1, which makes kernels that are interpreted: tests ask a process of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
+import os
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from compiled import SHARED_LIMIT, Compiled, compiled
-from shared_memory_of_ttt_linear import launches
 
-from metattt.kernels.ttt_linear import tuning
+from metattt.errors import MetaTTTError
+from metattt.kernels.triton.device import SIZES, WIDTHS
+from metattt.kernels.ttt_linear import backward, forward, tuning
 from metattt.kernels.ttt_mlp.tuning import config
 
+SM_90 = 90
+SHARED_LIMIT = 232_448  # bytes of shared memory that a program may have on sm_90
 SHAPES = {"ttt_linear": ((32, 16), (64, 16), (128, 16), (64, 64)), "ttt_mlp": ((32, 16), (64, 16), (128, 16))}
 FORMS = ("walk", "chain")
 
 
-def linear(d: int, b: int, form: str) -> list[Compiled]:
-    chosen = tuning.Call.form
-    tuning.Call.form = lambda call, direction, segment: form  # type: ignore[method-assign, assignment, return-value]
+# -- compiling without a device ----------------------------------------------------------------------------------------
+
+
+class Compiled(NamedTuple):
+    """A kernel as it was compiled.
+
+    Attributes:
+        name: of the kernel.
+        warps: per program.
+        registers: per thread.
+        stack: bytes per thread: what is spilled, and what is indexed.
+        spilled: bytes that are stored to the stack and loaded from it.
+        shared: bytes per program.
+        serialized: whether ptxas has made products of a warpgroup wait for each other (its remarks C7510 to C7514).
+    """
+
+    name: str
+    warps: int
+    registers: int
+    stack: int
+    spilled: int
+    shared: int
+    serialized: bool
+
+
+class _NoDevice:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", SM_90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def compiled(launch: Callable[[], object]) -> list[Compiled]:
+    """The kernels that `launch` launches, in order, compiled and not run.
+
+    Raises:
+        MetaTTTError: under TRITON_INTERPRET=1.
+    """
+    from triton.runtime.jit import JITFunction
+
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise MetaTTTError("TRITON_INTERPRET=1 makes kernels that are not compiled: unset it")
+    found: list[Any] = []
+    run, before = JITFunction.run, triton.runtime.driver._active
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found.append(kernel)
+        return kernel
+
+    triton.runtime.driver.set_active(_NoDevice())
+    JITFunction.run = compile_only
     try:
-        return compiled(partial(launches, d, b, torch.bfloat16))
+        launch()
+    finally:
+        JITFunction.run = run
+        triton.runtime.driver._active = before
+    return [_examined(kernel) for kernel in found]
+
+
+def _examined(kernel: Any) -> Compiled:
+    """Assembles the kernel once more, as Triton did and with its options, which differ between versions, for what ptxas
+    says of it."""
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(_NoDevice().get_current_target())
+    known = kernel.metadata._asdict()
+    options = backend.parse_options({name: value for name, value in known.items() if name != "target"})
+    told = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(told):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
+    said = told.getvalue()
+
+    def number(pattern: str) -> int:
+        return sum(int(x) for x in re.findall(pattern, said))
+
+    spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+    registers, stack = number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame")
+    meta = kernel.metadata
+    return Compiled(meta.name, meta.num_warps, registers, stack, spilled, meta.shared, "are serialized" in said)
+
+
+# -- launches on tensors without memory --------------------------------------------------------------------------------
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def linear(d: int, b: int, form: Any, name: str = "bfloat16") -> list[Compiled]:
+    """Both passes of TTT-Linear over 4,096 tokens of two heads, in a form."""
+    q, eta = tensor(1, 2, 4096, d, dtype=getattr(torch, name)).transpose(1, 2), tensor(1, 2, 4096).transpose(1, 2)
+    w, bias, scale, tau, segment = tensor(2, d, d), tensor(2, d), tensor(2, d), tensor(1, b), 16
+    state = tensor(1, 2, d, d), tensor(1, 2, d)
+
+    def launch() -> None:
+        out = forward.allocate(q, q, 1, b, segment, True, True)
+        forward.launch_forward(out, q, q, q, eta, w, bias, scale, scale, tau, None, b, segment)
+        grads = backward.allocate(q, q, q, eta, 1, True, True, b)
+        norm, kept = (eta, scale, scale, tau, None), (out.weighted, out.anchors)
+        backward.launch_backward(grads, q, state * 2, q, q, q, *norm, *kept, b, segment)
+
+    chosen = tuning.Call.form
+    tuning.Call.form = lambda call, direction, segment: form  # type: ignore[method-assign]
+    try:
+        return compiled(launch)
     finally:
         tuning.Call.form = chosen  # type: ignore[method-assign]
 
 
 def both_passes(d: int, b: int, name: str, per_sm: int) -> list[Compiled]:
-    """The kernels of a forward and a backward pass over 1,027 tokens of four heads, with biases and token steps."""
+    """Both passes of TTT-MLP over 1,027 tokens of four heads."""
     from metattt.kernels.ttt_mlp.backward import backward
     from metattt.kernels.ttt_mlp.forward import empty_weights, forward, slots
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     dtype = getattr(torch, name)
     q = tensor(1, 1027, 4, d, dtype=dtype)
     weights = (tensor(4, d, 4 * d), tensor(4, 4 * d), tensor(4, 4 * d, d), tensor(4, d))
     tokens, norm = (q, q, q, tensor(1, 1027, 4), tensor(4, b)), (tensor(4, d), tensor(4, d))
     ahead, back = (config(kernel, d, b, dtype, per_sm) for kernel in ("forward", "backward"))
-    final = empty_weights(weights, (1, 4))
-    kept = empty_weights(weights, (slots(q, None, b, 16), 4))
+    final, kept = empty_weights(weights, (1, 4)), empty_weights(weights, (slots(q, None, b, 16), 4))
 
     def launch() -> None:
         forward(*tokens, weights, *norm, None, b, 16, ahead)
@@ -66,10 +183,6 @@ def mlp(d: int, b: int, form: str) -> list[Compiled]:
 
 def decoding(name: str, d: int) -> list[Compiled]:
     """Every sequence at a place of its own, state in place."""
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     module: Any = __import__(f"metattt.kernels.{name}.decode", fromlist=["launch_token"])
     q, phase = tensor(8, 4, d, dtype=torch.bfloat16), tensor(8, dtype=torch.int64)
     weights: Any = (tensor(8, 4, d, d), tensor(8, 4, d))
@@ -80,7 +193,10 @@ def decoding(name: str, d: int) -> list[Compiled]:
     return compiled(lambda: module.launch_token(*views, *norm, tau, phase, 16, weights, weights, weights, weights))
 
 
-def main() -> None:
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def print_table() -> None:
     print(f"\n## Triton {triton.__version__}\n")
     print("| operation | d | b | form | kernel | warps | registers | stack, B | spilled, B | shared, B | products serialised |")
     print("|---|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
@@ -97,6 +213,16 @@ def main() -> None:
             print(f"{name} {d} {b} {form}: {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
+def print_shared(wanted: list[str]) -> None:
+    shapes = itertools.product(WIDTHS, SIZES, ("float32", "bfloat16"), FORMS)
+    for each in wanted or [",".join(map(str, shape)) for shape in shapes]:
+        width, size, name, form = each.split(",")
+        d, b = int(width), int(size)
+        bound = tuning.shared_bytes(d, b, getattr(torch, name).itemsize, form)  # type: ignore[arg-type]
+        for one in linear(d, b, form, name):
+            print(f"triton {triton.__version__} d {d} b {b} {name} {form} {one.name} {one.warps} {one.shared} {bound}", flush=True)
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    main()
+    print_shared(sys.argv[2:]) if sys.argv[1:2] == ["shared"] else print_table()

@@ -402,10 +402,9 @@ class Document:
         y = torch.stack(self.attended() if not learns else self.final() if self.read == "final" else self.answers())
         y = y if norm.startswith("Head") else y.flatten(1)  # a norm of every head, or of all of them
         if norm.endswith("LayerNorm"):
-            y = parts.standardized(y, 1e-5 if norm.startswith("Head") else 1e-6).flatten(1)
-            y = y * p["norm.weight"] + p["norm.bias"]
+            y = parts.standardized(y, self.layer.norm.eps).flatten(1) * p["norm.weight"] + p["norm.bias"]
         elif norm.endswith("RMSNorm"):
-            y = parts.root_mean_square(y) * p["norm.weight"]
+            y = parts.root_mean_square(y, self.layer.norm.eps) * p["norm.weight"]
         y = y.flatten(1)
         if self.layer.gate is not None:
             gate, name = self.x, self.layer.gate_function

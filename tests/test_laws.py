@@ -159,28 +159,6 @@ def test_gates_are_exact_for_carried_weights_and_momentum(rule: dict[str, Any], 
             assert state_distance(layer, parts.state, whole.state) <= BOUND, (layer.form, cuts)
 
 
-def test_gates_of_zero_and_one() -> None:
-    """α = 0 forgets, κ = 0 does not write, β = 1 accumulates: against the recurrences written out."""
-    n = 6
-    alpha, beta, kappa = torch.tensor(
-        [[1.0, 0, 1, 0.5, 1, 1], [0, 1, 0.9, 1, 0, 1], [1, 0, 0, 1, 1, 0.3]], dtype=torch.float64
-    )
-    eta, gradients = torch.rand(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
-    gates = Gates(*(g.view(1, 1, n) for g in (eta, alpha, beta, kappa)))
-    how = GatedRule("abk", False).coefficients(gates, 0, ("weights", "momentum"), "inclusive")
-    w = w0 = torch.tensor(0.7, dtype=torch.float64)
-    s = s0 = torch.tensor(-0.4, dtype=torch.float64)
-    for t in range(n):
-        s = beta[t] * s - eta[t] * gradients[t]
-        w = alpha[t] * w + kappa[t] * s
-        found = how.rows["weights"][0, 0, t] * w0 + how.rows["momentum"][0, 0, t] * s0 - how.mix[0, 0, t] @ gradients
-        torch.testing.assert_close(found, w)
-    for base, value in (("weights", w), ("momentum", s)):
-        factors, weight = how.advance[base]
-        found = sum(f[0, 0] * {"weights": w0, "momentum": s0}[a] for a, f in factors.items()) - weight[0, 0] @ gradients
-        torch.testing.assert_close(found, value)
-
-
 @pytest.mark.parametrize("form", ["primal", "dual", "summed"])
 def test_first_and_second_derivatives(form: str) -> None:
     """Of every form, by finite differences."""

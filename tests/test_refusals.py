@@ -1,31 +1,36 @@
-"""What cannot be computed, or is no setting, is said when a part or a layer is built: the value, what is allowed, in a line
-or two."""
+"""What cannot be computed, is no setting or no input, is said when a part is built or called: the value, what is allowed, in
+a line or two. (Types and devices that do not fit are torch's to say.)"""
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import metattt
 from metattt.combined import Combined
 from metattt.errors import MetaTTTError
+from metattt.generation.sampling import generate, sample
+from metattt.generation.text import generate_text
 from metattt.layer import TTTLayer
 from metattt.learners import (
     MLP,
-    Convolution,
     KernelEstimator,
     KernelRidge,
     Learner,
     Linear,
     NestedTTT,
     RecurrentRidge,
-    SwiGLU,
     Transformer,
 )
+from metattt.models.language_model import LanguageModel
 from metattt.optimizers import (
     Adam,
     Append,
@@ -35,10 +40,11 @@ from metattt.optimizers import (
     MirrorDescent,
     Momentum,
     Sign,
-    StateGated,
     WholeSequence,
 )
 from metattt.optimizers.channel_decay import ChannelDecay
+from metattt.registry import REGISTERED, register
+from metattt.state import State
 from metattt.tasks import DecodedReconstruction, Reconstruction
 
 LINEAR_MAP = partial(Linear, residual=False, norm=False, bias=False)
@@ -57,12 +63,7 @@ def inner() -> Callable[..., TTTLayer]:
 
 
 CALLS: list[tuple[Callable[[], object], str]] = [
-    (lambda: SwiGLU(0), "expansion=0"),
-    (lambda: Convolution("rows"), "learner.over=rows"),
-    (lambda: Convolution(width=0), "width=0"),
     (lambda: KernelRidge(ridge=0.0), "ridge=0.0"),
-    (lambda: KernelRidge("cubic"), "kernel=cubic"),
-    (lambda: KernelRidge(bandwidth=-1.0), "bandwidth=-1.0"),
     (lambda: RecurrentRidge(ridge=1, ridge_floor=1), "above 1"),
     (lambda: Transformer(num_heads=3).setup(1, 8, 8), "does not divide the head width 8"),
     (lambda: NestedTTT(3), "partial"),
@@ -78,23 +79,15 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Adam(beta1=1.0), "optimizer.beta1=1.0"),
     (lambda: GradientDescent(max_norm=0.0), "optimizer.max_norm=0.0"),
     (lambda: GradientDescent(max_norm=float("inf")), "positive and finite"),
-    (lambda: GradientDescent(base_lr=float("nan")), "must be finite"),
-    (lambda: Sign(base_lr=float("inf")), "must be finite"),
     (lambda: WholeSequence(base_lr=float("-inf")), "must be finite"),
-    (lambda: MirrorDescent(retention="l2"), "optimizer.retention"),
     (lambda: MirrorDescent(q=1.5), "optimizer.q=1.5"),
-    (lambda: MirrorDescent(mass=0.0), "optimizer.mass=0.0"),
-    (lambda: MirrorDescent(threshold=-1.0), "optimizer.threshold=-1.0"),
     (lambda: MirrorDescent(read="inclusive"), "optimizer.read=previous"),
-    (lambda: StateGated(step_gate="surprise"), "optimizer.step_gate"),
     (lambda: Reconstruction(loss="lp", loss_p=0.5), "task.loss_p=0.5"),
-    (lambda: Reconstruction(loss="nobody"), "task.loss"),
     (lambda: Reconstruction(huber_delta_from="per_head"), "task.loss=squared has none"),
     # which parts go together
     (lambda: layer(MLP(), ChannelDecay()), "decays for every channel needs a linear learner"),
     (lambda: layer(Linear(norm=False, residual=False), ChannelDecay()), "has no meaning for a bias: set learner.bias"),
     (lambda: layer(MLP(step_scale=0.5), Sign()), "set learner.step_scale=null"),
-    (lambda: layer(MLP(step_scale=0.5), Adam()), "set learner.step_scale=null"),
     (lambda: layer(MLP(step_scale=0.5), BlockMomentum(orthogonalize=True)), "set learner.step_scale=null"),
     (lambda: layer(KernelEstimator(trainable=["w1"]), Append()), "KernelEstimator keeps its data"),
     (lambda: layer(KernelEstimator(step_scale=0.5), Append()), "KernelEstimator keeps its data"),
@@ -118,13 +111,116 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: shared(Reconstruction(qk_norm=True)), "set layer.first.task.qk_norm"),
 ]  # fmt: skip
 
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+X, IDS, FLAGS = torch.zeros(2, 5, 8), torch.zeros(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.bool)
+NAN = math.nan
+
+
+def model(**options: Any) -> LanguageModel:
+    return LanguageModel(**{"vocab_size": 11, "dim": 8, "num_layers": 1, "layer": layer, "ffn_dim": 8, **options})
+
+
+def made(**options: Any) -> TTTLayer:
+    given = {"dim": 8, "num_heads": 2, "task": Reconstruction(), "learner": Linear(), "optimizer": GradientDescent(4)}
+    return TTTLayer(**(given | options))
+
+
+def state(**changes: Any) -> State:
+    return layer()(X)[1]._replace(**changes)
+
+
+def narrow() -> State:
+    good = state()
+    return good._replace(weights={slot: {k: v.bfloat16() for k, v in one.items()} for slot, one in good.weights.items()})
+
+
+class Tokenizer:
+    separator, end = 10, None
+
+    def encode(self, text: str) -> list[int]:
+        return [min(9, byte) for byte in text.encode()]
+
+
+CALLS += [
+    *((lambda n=n, v=v: made(**{n: v}), n) for n, values in {
+        "dim": [0, 8.0, None, 10**9], "num_heads": [0, 3, "2"], "task": [None, Linear()], "learner": [Linear], "form": ["nobody", 3],
+        "optimizer": [torch.optim.SGD], "group_size": [-1], "norm_eps": [0, "a"], "output_bias": [3],
+    }.items() for v in values),
+    (lambda: made(learner=KernelEstimator()), "optimizer=append"),
+    (lambda: made(optimizer=Append()), "optimizer=minibatch"),
+    (lambda: TTTLayer(6, 2, Reconstruction(rope="full"), Linear(), GradientDescent(4)), "task.rope=none"),
+    *((lambda n=n, v=v: model(**{n: v}), n) for n, values in {
+        "vocab_size": [0, 10**12], "dim": [None, 10**7], "num_layers": [-1, 10**9], "ffn_dim": ["a"], "conv_width": [10**12],
+        "tie_embeddings": [None],
+    }.items() for v in values),
+    (lambda: model(layer=layer()), "layer"),
+    # a layer's call
+    *((lambda v=v: layer()(X + v), "NaN") for v in (NAN, -math.inf)),
+    *((lambda x=x: layer()(x), "expected [B, T, 8]") for x in (X[0], X[None], X[..., :7], X[:, :0])),
+    *((lambda n=n, flags=flags: layer()(X, **{n: flags}), n) for n in ("mask", "reset")
+      for flags in (FLAGS.long(), FLAGS[:, 1:], FLAGS[:1], FLAGS.numpy(), [[True]])),
+    *((lambda it=it: layer()(X, it() if callable(it) else it), "state") for it in (
+        "state", X, {}, lambda: tuple(state()), lambda: model().step(IDS)[1], lambda: state(pos=torch.zeros(2)), narrow,
+        lambda: state(phase=-1), lambda: state(phase="a"), lambda: state(phase=4), lambda: state(weights={}),
+        lambda: state(task={"conv": X}))),
+    (lambda: layer()(X[:1], state()), "the state is for 2 sequences, x holds 1"),
+    (lambda: state().to(torch.bfloat16), "float32 or wider"),
+    (lambda: setattr(layer(), "learner", Linear()), "was made together"),
+    (lambda: made(learner=layer().learner), "already belongs"),
+    # a model's call
+    *((lambda ids=ids: model()(ids), "ids") for ids in (IDS.float(), [[0, 1]], None, IDS[0], IDS[:, :0], IDS + 11, IDS - 1)),
+    (lambda: model()(IDS, FLAGS.long()), "mask"),
+    (lambda: model()(IDS, None, FLAGS[:, :3]), "reset"),
+    (lambda: model().step(IDS, state()), "state"),
+    (lambda: model().step(IDS[:1], model().step(IDS)[1]), "another model or batch"),
+    (lambda: model(num_layers=2).step(IDS, model().step(IDS)[1]), "state"),
+    *((lambda labels=labels: model().cross_entropy(IDS, labels), "labels") for labels in (IDS + 11, IDS.float(), IDS[:, :2], None)),
+    # build, load, register
+    *((lambda given=given: metattt.build(given), "") for given in (8, None, "dim", "dim=", "+anything=1", "layer=nobody")),
+    (lambda: metattt.build("ttt_mpl", dim=8), "ttt_mlp"),
+    (lambda: metattt.build("ttt_mlp", learner=MLP()), "learner"),
+    (lambda: metattt.build("ttt_mlp", dmi=8), "dim"),
+    (lambda: metattt.load_model("nowhere"), "nowhere"),
+    (lambda: register("learner", "linear")(MLP), "linear"),
+    (lambda: register("learner", "swallows")(type("S", (), {"__init__": lambda self, **a: None})), "misspelt"),
+    # generation
+    *((lambda v=v: sample(torch.zeros(1, 3), *v), "") for v in ((NAN,), (-1,), (1.0, 0), (1.0, None, 2.0))),
+    *((lambda t=t: sample(torch.full((1, 3), NAN), t), "finite") for t in (1, 0)),
+    *((lambda n=n: generate(model(), IDS, n), "max_new_tokens") for n in (-1, 10**12, 1.5)),
+    *((lambda given=given: generate(model(), IDS, 1, **given), next(iter(given))) for given in (
+        {"temperature": "hot"}, {"top_k": 1.5}, {"top_p": NAN}, {"seed": -1}, {"mask": ~FLAGS}, {"mask": FLAGS[:1]}, {"stop": ["a"]})),
+    *((lambda ids=ids: generate(model(), ids, 1), "") for ids in (IDS[:0], IDS[:, :0], IDS.float(), IDS + 11, [[0]])),
+    (lambda: generate(layer(), IDS, 1), ""),
+    *((lambda texts=texts: generate_text(model(), Tokenizer(), texts, 1), "") for texts in ("a", [], None, [3], ["\ud800"])),
+    *((lambda stop=stop: generate_text(model(), Tokenizer(), ["a"], 1, stop=stop), "stop") for stop in (".", [""], None)),
+]  # fmt: skip
+
+
+PARTS = [(group, target) for (group, _), target in REGISTERED.items() if group in ("task", "learner", "optimizer")]
+
+
+@pytest.mark.parametrize("target", sorted(target for _, target in PARTS if target.startswith("metattt.")))
+def test_every_setting_of_every_part_is_checked(target: str) -> None:
+    """A number of no type that a setting has, and for numbers NaN; `trainable` and `step_scale` are known when it is built."""
+    module, _, name = target.rpartition(".")
+    part = getattr(import_module(module), name)
+    settings = inspect.signature(part).parameters.values()
+    required = {setting.name: 1j for setting in settings if setting.default is setting.empty}
+    for setting in settings:
+        if setting.name in ("trainable", "step_scale"):
+            continue
+        for value in (1j, *([NAN] if type(setting.default) in (int, float) else [])):
+            with pytest.raises(MetaTTTError) as error:
+                part(**(required | {setting.name: value}))
+            assert len(str(error.value).splitlines()) <= 2, error.value
+
+
 OVERRIDES: list[tuple[str, str]] = [
     ("layer=window_attention learner.window=0", "learner.window=0 is not allowed: it must be at least 1, or null"),
-    ("layer=window_attention learner.sinks=-1", "learner.sinks=-1 is not allowed: it must be at least 0"),
     ("layer=window_attention learner.window=null learner.sinks=2", "learner.sinks=2 has no meaning without a window"),
     ("layer=window_attention learner.window=abc", "expected an integer or null"),
     ("layer=attention task.kv_heads=3", "task.kv_heads=3 does not divide num_heads=2: choose from 1, 2"),
-    ("layer=attention task.kv_heads=0", "task.kv_heads=0 is not allowed: it must be at least 1"),
     ("layer=attention task.kv_heads=1 task.views=shared_qk", "task.kv_heads=1 needs keys of their own"),
     ("layer=attention task.loss=huber task.huber_delta_from=per_head", "set task.huber_delta_from=constant"),
     ("layer=attention optimizer.decay=per_head", "does not use the keep gate of its rule: set optimizer.decay=none"),
@@ -133,32 +229,21 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=mesa_net optimizer.write=step", "optimizer.write=step is the step size of optimizer.decay=mamba2"),
     ("layer=mesa_net optimizer.levels=1", "optimizer.levels=1 has no level"),
     ("layer=self_attention learner.normalize=false", "learner.kernel=linear"),
-    ("layer=lact optimizer.newton_schulz=three", "choose one of constant, scheduled"),
-    ("layer=ttt_mlp learner.trainble=[w2]", "trainable"),
-    ("layer=ttt_linear layer.outer=frist_order", "layer.outer"),
     # what stands around a rule
     ("layer=mamba block_style=plain", "block_style=plain changes nothing in this layer"),
     ("layer=kda layer.gate=false", "layer.gate_rank=head_dim is of a gate"),
-    ("layer=kda layer.gate_rank=0", "layer.gate_rank=0"),
     ("layer=kda layer.output_norm=batch", "layer.output_norm=batch is not allowed: it must be true"),
     ("layer=kda layer.norm_eps=0", "layer.norm_eps=0.0 is not allowed: it must be positive"),
-    ("layer=kda layer.norm_eps_scale=d", "choose one of head_dim"),
     ("layer=delta_net task.views=shared_qk", "set task.views=separate, or task.short_conv=null"),
-    ("layer=delta_net task.short_conv=0", "task.short_conv=0"),
-    ("layer=gated_delta_net layer.init=orthogonal", "layer.init=orthogonal"),
     # two layers in the place of one
-    ("layer=titans_mag layer.how=product", "choose one of sum, gate, serial"),
     ("layer=titans_mag layer.first.learner.windw=3", "Did you mean `layer.first.learner.window`?"),
     ("layer=titans_mag layer.shared=true", "with layer.how=sum, not gate"),
     ("layer=lact_block layer.shared=false", "go with layer.shared=true"),
     ("layer=lact_block layer.second.num_heads=3", "num_heads=3 does not divide dim=8"),
     ("layer=lact_block task.rope_heads=8", "task.rope_heads=8 does not divide dim=8 into heads of an even width"),
     # mixers
-    ("layer=mamba layer.chunk_size=0", "layer.chunk_size=0 is not allowed"),
     ("layer=mamba layer.group_size=-1", "layer.group_size=-1 is not allowed"),
     ("layer=mamba layer.dt_max=1e-4", "layer.dt_max=0.0001 is below layer.dt_min=0.001"),
-    ("layer=mamba layer.dt_rank=0", "layer.dt_rank=0 is not allowed"),
-    ("layer=mamba layer.d_stat=2", "Did you mean `layer.d_state`"),
     ("layer=mamba layer.expand=1000000000", "lower dim, layer.expand"),
     ("layer=longhorn +learner.bias=false", "`+learner.bias=false` sets nothing: this layer has no learner"),
     ("layer=longhorn learner=mlp", "`learner=mlp` chooses nothing: this layer has no learner"),
@@ -172,7 +257,7 @@ OVERRIDES: list[tuple[str, str]] = [
 def said(call: Callable[[], object], message: str) -> None:
     with pytest.raises(MetaTTTError) as error:
         call()
-    assert message in str(error.value) and len(str(error.value).splitlines()) <= 2
+    assert message in str(error.value) and len(str(error.value).splitlines()) <= 2 and len(str(error.value)) < 600
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
@@ -183,3 +268,30 @@ def test_in_python(call: Callable[[], object], message: str) -> None:
 @pytest.mark.parametrize(("overrides", "message"), OVERRIDES)
 def test_as_overrides(overrides: str, message: str) -> None:
     said(lambda: metattt.build("dim=8", "num_heads=2", *overrides.split()), message)
+
+
+def test_a_model_that_does_not_fit_makes_nothing() -> None:
+    kept: list[int] = []
+    with pytest.raises(MetaTTTError, match=r"numbers, .* GB, and this machine has .* GB: lower model.num_layers"):
+        model(num_layers=10**9, layer=lambda: kept.append(1) or layer())
+    assert not kept
+
+
+def test_a_fault_of_ours_keeps_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    one, whole = layer(), model()
+    monkeypatch.setattr(one, "tokens", broken)
+    monkeypatch.setattr(whole.blocks[0], "forward", broken)
+    for call in (lambda: one(X), lambda: whole(IDS)):
+        with pytest.raises(RuntimeError, match="a bug"):
+            call()
+
+
+def test_mixed_types_under_autocast_and_junk_in_padding_are_no_mistake() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer()(X.bfloat16())[0].shape == X.shape
+    x, mask = X.clone(), FLAGS.clone()
+    x[1, 3, 2], mask[1, 3] = NAN, False
+    assert layer()(x, mask=mask)[0].isfinite().all()

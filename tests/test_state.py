@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +14,9 @@ import metattt
 from metattt.errors import MetaTTTError
 from metattt.models import LanguageModel
 from metattt.models.language_model import LanguageModelState
-from metattt.state import State
+from metattt.state import State, tensors_of
 
-NAMES = ["ttt_linear", "ttt_mlp", "titans", "attention", "nested_transformer", "kernel_ridge"]
+NAMES = ["ttt_linear", "titans", "attention", "nested_transformer"]
 
 
 def of_layer(name: str) -> tuple[Callable[[Tensor, Any], tuple[Tensor, State]], State, Tensor]:
@@ -38,47 +35,17 @@ MADE: dict[str, Callable[[str], Any]] = {"layer": of_layer, "model": of_model}
 every_state = pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in MADE for name in NAMES])
 
 
-def tensors(state: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    state.map(lambda tensor: found.append(tensor) or tensor)
-    return found
-
-
-def test_another_process_reads_it(tmp_path: Path) -> None:
-    states = [made("ttt_mlp")[1] for made in MADE.values()]
-    torch.save([state.detach() for state in states], tmp_path / "states.pt")
-    code = f"""
-import torch, metattt.models.language_model
-for state in torch.load({str(tmp_path / "states.pt")!r}, weights_only=True):
-    print(type(state).__name__, state.nbytes)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == [word for state in states for word in (type(state).__name__, str(state.nbytes))]
-
-
 @every_state
 def test_moves_keep_integers_and_precision(kind: str, name: str) -> None:
     call, state, x = MADE[kind](name)
-    before = [tensor.dtype for tensor in tensors(state)]
-    for moved in (
-        state.to("cpu"),
-        state.to("cpu", non_blocking=True),
-        state.to(torch.device("cpu"), copy=True),
-        state.to(device="cpu"),
-    ):
-        assert [tensor.dtype for tensor in tensors(moved)] == before
+    before = [tensor.dtype for tensor in tensors_of(state)]
+    for moved in (state.to("cpu"), state.to(device="cpu", copy=True), state.to(torch.float64).to(torch.float32)):
+        assert [tensor.dtype for tensor in tensors_of(moved)] == before
         assert torch.equal(call(x, moved)[0], call(x, state)[0])
-    for wide in (
-        state.to(torch.float64),
-        state.to("cpu", torch.float64),
-        state.to(dtype=torch.float64),
-        state.to(torch.ones(1).double()),
-    ):
+    for wide in (state.to("cpu", torch.float64), state.to(torch.ones(1).double())):
         wanted = [torch.float64 if dtype.is_floating_point else dtype for dtype in before]
-        assert [tensor.dtype for tensor in tensors(wide)] == wanted and torch.int64 in wanted
-    back = state.to(torch.float64).to(torch.float32)
-    assert torch.equal(call(x, back)[0], call(x, state)[0])
-    for narrow in (torch.bfloat16, torch.float16, torch.int64, torch.complex64):
+        assert [tensor.dtype for tensor in tensors_of(wide)] == wanted and torch.int64 in wanted
+    for narrow in (torch.bfloat16, torch.int64):
         with pytest.raises(MetaTTTError, match="float32 or wider"):
             state.to(narrow)
 
@@ -105,7 +72,7 @@ def test_the_state_of_a_model_of_other_layers() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "lact"])
+@pytest.mark.parametrize("name", ["ttt_linear", "titans", "attention", "lact"])
 def test_a_state_prints_short(name: str) -> None:
     _, state, _ = of_layer(name)
     text = repr(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from metattt.generation.text import generate_text
 from metattt.models.language_model import LanguageModelState
 from metattt.state import State
 
-CAUSAL = ("ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "linear_attention", "attention", "titans", "lact", "nested_ttt")
+CAUSAL = ("ttt_linear", "gated_delta_net", "attention", "titans", "lact", "nested_ttt")
 SMALL = {"lact": ["optimizer.mini_batch_size=8"], "titans": ["optimizer.mini_batch_size=8"]}
 
 
@@ -46,9 +45,8 @@ def test_a_state_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert torch.equal(layer(x[:, 13:], found)[0], layer(x[:, 13:], state)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_memory_of_a_model(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = made("layer=ttt_mlp")[0].to(dtype)
+def test_a_memory_of_a_model(tmp_path: Path) -> None:
+    model = made("layer=ttt_mlp")[0].bfloat16()
     ids, file = torch.randint(257, (2, 40)), tmp_path / "memory"
     with torch.no_grad():
         _, state = model.step(ids[:, :23])
@@ -59,15 +57,6 @@ def test_a_memory_of_a_model(dtype: torch.dtype, tmp_path: Path) -> None:
         found = LanguageModelState.load(str(file), model=model)
         assert type(found) is LanguageModelState and same(found, state)
         assert torch.equal(model.step(ids[:, 23:], found)[0], model.step(ids[:, 23:], state)[0])
-
-
-def test_states_of_layers_that_are_not_ours(tmp_path: Path) -> None:
-    state = LanguageModelState((({"h.0": torch.ones(2, 3)}, [torch.zeros(2)], None, "text", 1.5),), (None,))
-    state.save(tmp_path / "state")
-    assert same(LanguageModelState.load(tmp_path / "state"), state)
-    with pytest.raises(MetaTTTError, match="that holds object cannot be saved"):
-        LanguageModelState((object(),), (None,)).save(tmp_path / "other")
-    assert [one.name for one in tmp_path.iterdir()] == ["state"]
 
 
 def test_answers_from_a_memory(tmp_path: Path) -> None:
@@ -145,11 +134,8 @@ def rewritten(file: Path, change: Any) -> None:
     (lambda it: it["state"].pop("pos"), "tensors of its state"),
     (lambda it: it["state"].update(phase="seven"), "does not hold what a state holds"),
     (lambda it: it["state"].update(pos=it["state"]["weights"]["anchor"]["w1"]), "tensors of its state"),
-    (lambda it: it["state"].update(weights=[]), "tensors of its state"),
     (lambda it: it["state"].update(task={"a": 3}), "does not hold what a state holds"),
-    (lambda it: it["state"].update(more=1), "does not hold what a state holds"),
     (lambda it: it["state"].update(learner={"$call": "os"}), "is not allowed in a checkpoint"),
-    (lambda it: it.update(state=7), "tensors of its state"),
 ])  # fmt: skip
 def test_forged_files(change: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "state"
@@ -180,22 +166,6 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
         State.load(file)
 
 
-def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(__file__).resolve().parent.parent / "examples"
-    from hf_for_tests import write_made
-
-    write_made(tmp_path / "model", "layer=ttt_mlp")
-    (tmp_path / "notes.txt").write_text("The key is under the third stone. " * 3)
-    for words in (
-        ["read", str(tmp_path / "model"), str(tmp_path / "notes.txt"), str(tmp_path / "memory.safetensors")],
-        ["answer", str(tmp_path / "model"), str(tmp_path / "memory.safetensors"), "Where is it? ", "And then? "],
-    ):
-        monkeypatch.setattr("sys.argv", ["remember.py", *words])
-        runpy.run_path(str(folder / "remember.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert "103 tokens" in said and said.count("Where is it? ") == said.count("And then? ") == 1
-
-
 class Pair(NamedTuple):
     """The state of a layer that is not ours."""
 
@@ -203,8 +173,12 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_named_tuples_that_torch_knows(tmp_path: Path) -> None:
+def test_states_of_layers_that_are_not_ours(tmp_path: Path) -> None:
+    """Dictionaries, lists and numbers; named tuples that torch knows."""
     inner = metattt.build("layer=linear_attention", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1]
+    others = LanguageModelState((({"h.0": torch.ones(2, 3)}, [torch.zeros(2)], None, "text", 1.5),), (None,))
+    others.save(tmp_path / "others")
+    assert same(LanguageModelState.load(tmp_path / "others"), others)
     state = LanguageModelState((Pair(inner, None),), (None,))
     with pytest.raises(MetaTTTError, match="that holds Pair cannot be saved"):
         state.save(tmp_path / "state")

@@ -17,15 +17,19 @@ SOME_LAYERS = ("[ttt_linear", "[ttt_mlp", "[gated_delta_net", "[titans", "[windo
 FIRST_TIER: dict[str, tuple[str, ...]] = {
     # every law on eight components, three on the others
     **{f"test_conformance.py::{name}::": ("",) for name in WHOLE},
+    "test_conformance.py::TestNextToken": (*LAWS, "test_packing"),
     "test_conformance.py::Test": LAWS,
-    "kernels/test_fused.py::test_no_kernel_is_taken_for_what_it_does_not_compute": (),
+    "test_documents.py::Test": LAWS,
+    "learners/test_adapter.py::Test": LAWS,
     "inner/test_causality.py::test_what_a_known_layer": SOME_LAYERS,
     "test_empty.py": SOME_LAYERS,
+    "test_learn_and_read.py::test_learned": ("[ttt_linear", "[ttt_mlp", "[gated_delta_net", "[window_attention", "[mamba2"),
+    "test_parts.py::test_parts_are_made": ("[decoded]", "[module]", "[gates]", "[block]", *SOME_LAYERS),
     "test_layer_table.py::test_laws": SOME_LAYERS,
     "kernels/test_fused.py::test_equals_the_dual_form": ("-decay-100", "-plain-3"),
     "generation/test_generation.py::test_prompts_of_different_lengths": SOME_LAYERS,
     # interpreted Triton, and what compiles
-    "kernels/test_cpu_operators.py::test_a_compiled_layer": ("[ttt_mlp]",),
+    "kernels/test_cpu_operators.py::test_a_compiled_layer": ("[ttt_linear]",),
     "kernels/test_cpu_operators.py::test_an_exported_layer": (),
     "kernels/test_decode_on_gpu.py::test_parts_that_vary": (),
     "kernels/test_decode_on_gpu.py::test_token_by_token": ("-mlp]",),
@@ -44,7 +48,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "kernels/test_triton_operations.py::test_compiled": (),
     "kernels/test_triton_operations.py::test_operators_pass": (),
     "kernels/test_on_gpu.py::test_a_layer_through_the_triton_operation": ("[linear-True-shared]",),
-    "test_export.py": ("[ttt_linear]", "[attention]", "[gated_delta_net]"),
+    "test_export.py": ("[ttt_linear]", "[attention]", "[gated_delta_net]", "sizes_of_a_loop"),
     # other libraries, other processes, attacks, long runs, sweeps, benchmarks, pages
     "robustness/test_robustness.py": (),
     "generation/test_any_model.py": (),

@@ -108,7 +108,7 @@ def test_overrides_that_are_not_text_are_left_alone() -> None:
 
 
 def test_attention_is_softmax_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other layers that have names are compared with references of their own (`layer_references`)."""
+    """The other layers that have names are compared with golden numbers (`test_layer_table`)."""
     layer, seen = build("layer=attention", *SMALL).double(), []
     views = layer.task.views
     monkeypatch.setattr(layer.task, "views", lambda *given: seen.append(views(*given)) or seen[-1])

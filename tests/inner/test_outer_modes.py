@@ -17,8 +17,8 @@ from metattt.errors import MetaTTTError
 from metattt.inner import execution
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, KernelEstimator, Learner, Linear, Transformer
-from metattt.optimizers import Append, GradientDescent, InnerOptimizer, StateGated
+from metattt.learners import MLP, Learner, Linear, Transformer
+from metattt.optimizers import GradientDescent, InnerOptimizer, StateGated
 from metattt.optimizers.block import BlockMomentum
 from metattt.tasks import Reconstruction
 from metattt.testing import LAWS, Specimen
@@ -78,16 +78,6 @@ def test_no_kernel_takes_another_derivative() -> None:
     assert make(Linear(), descent(), outer="first_order").form == "dual"
     with pytest.raises(MetaTTTError, match=r"no kernel for this combination \(kernels: layer\.outer=first_order"):
         make(Linear(), descent(), outer="first_order", form="fused")
-
-
-def test_other_mistakes() -> None:
-    with pytest.raises(MetaTTTError, match=r"layer\.outer=second is not allowed"):
-        make(Linear(), descent(), outer="second")
-    with pytest.raises(MetaTTTError, match="KernelEstimator has none"):
-        make(KernelEstimator(), Append(), outer="first_order")
-    layer = make(Linear(), descent())
-    with pytest.raises(MetaTTTError, match=r"layer\.outer=second is not allowed"):
-        layer.outer = "second"  # type: ignore[assignment]
 
 
 # -- derivatives of other kinds ----------------------------------------------------------------------------------------

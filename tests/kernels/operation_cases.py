@@ -92,9 +92,9 @@ SHARED: list[dict[str, Any]] = [
     # Lengths: one token, less than a mini-batch, whole ones, ragged.
     *({"length": 1, "b": b, "batch": 3, "heads": 3} for b in (8, 16)),  # (of one head, a cotangent of η or τ is one number)
     *({"length": length, "b": 8, "heads": 2} for length in (5, 8, 27)),
-    *({"length": length, "b": 16, "heads": 2} for length in (9, 48)),
-    *({"length": length, "b": 32} for length in (20, 32, 45)),
-    *({"length": length, "b": 64} for length in (47, 64, 70)),
+    {"length": 48, "b": 16, "heads": 2},
+    {"length": 45, "b": 32},
+    *({"length": length, "b": 64} for length in (64, 70)),
     # What is given and what is not.
     *({"length": 20, "bias": bias, "tau": tau, "heads": 2} for bias in (True, False) for tau in ("none", "shared", "heads")),
     *({"length": 20, "bias": bias, "batch": 2, "heads": 2, "carried": True, "tau": "shared"} for bias in (True, False)),
@@ -110,7 +110,7 @@ SHARED: list[dict[str, Any]] = [
     {"b": 16, "documents": (17, 0, 32, 5), "bias": False, "tau": "none"},
     {"b": 32, "documents": (33, 32)},
     # Segments only bound rounding.
-    *({"length": 41, "b": 8, "segment": segment, "tau": "none"} for segment in (1, 3, 64)),
+    *({"length": 41, "b": 8, "segment": segment, "tau": "none"} for segment in (1, 64)),
     {"b": 8, "documents": (25, 8, 17), "segment": 3, "carried": True},
     # Memory.
     {"length": 17, "batch": 2, "heads": 2, "layout": "heads first"},
@@ -119,13 +119,11 @@ SHARED: list[dict[str, Any]] = [
     # Widths.
     *({"length": 20, "b": b, "d": 64, "bias": b > 8} for b in (8, 16)),
     {"length": 35, "b": 32, "d": 64, "tau": "none"},
-    {"length": 20, "d": 96},
     {"length": 20, "d": 96, "bias": False, "carried": True},
     {"length": 20, "d": 128},
     # Two bytes.
-    *({"length": length, "b": b, "dtype": HALF} for length, b in ((5, 8), (35, 16), (64, 32), (70, 64))),
+    *({"length": length, "b": b, "dtype": HALF} for length, b in ((5, 8), (70, 64))),
     {"length": 37, "batch": 2, "heads": 2, "dtype": HALF, "carried": True, "bias": False},
-    {"length": 20, "d": 64, "dtype": HALF},
     {"length": 33, "d": 96, "dtype": HALF},
     {"length": 16, "d": 128, "dtype": HALF},
     {"b": 16, "documents": (5, 34, 16), "dtype": HALF, "segment": 1},

@@ -39,19 +39,10 @@ def through(layer: TTTLayer, kernel: OnGPU) -> TTTLayer:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any) -> None:
     kernel, learner = KERNELS[name]
-    spec = Specimen(
-        lambda: learner(bias=bias),
-        lambda: Reconstruction(rope="mini_batch"),
-        lambda: GradientDescent(8, token_steps=steps),
-        64,
-        2,
-        {},
-        8,
-    )
-    layer, dual = (
-        through(spec.make(dtype=torch.float32), interpreted(kernel)),
-        spec.make(dtype=torch.float32, form="dual"),
-    )
+    task, rule = lambda: Reconstruction(rope="mini_batch"), lambda: GradientDescent(8, token_steps=steps)
+    spec = Specimen(lambda: learner(bias=bias), task, rule, 64, longest_mini_batch=8)
+    layer = through(spec.make(dtype=torch.float32), interpreted(kernel))
+    dual = spec.make(dtype=torch.float32, form="dual")
     x = torch.randn(2, 27, 64, generator=torch.Generator().manual_seed(0))
     for cuts in ([], [5]):
         found, expected = run(layer, x, cuts, grads=True), run(dual, x, cuts, grads=True)
@@ -66,9 +57,8 @@ def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any)
 def test_compiled_in_one_graph(name: str) -> None:
     """`torch.compile` sees the operation as one node, with its derivative."""
     kernel, learner = KERNELS[name]
-    layer = through(
-        TTTLayer(32, 1, Reconstruction(), learner(), GradientDescent(8, token_steps="shared")), interpreted(kernel)
-    )
+    rule = GradientDescent(8, token_steps="shared")
+    layer = through(TTTLayer(32, 1, Reconstruction(), learner(), rule), interpreted(kernel))
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for length in (19, 23):  # the second time compile leaves the length open

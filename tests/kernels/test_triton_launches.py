@@ -4,7 +4,6 @@ needed."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +17,6 @@ import torch
 pytest.importorskip("triton")
 
 import compiled_kernels
-import shared_memory_of_ttt_linear
 import triton
 
 from metattt.kernels.triton.device import OPERANDS, SHARED_MEMORY, SIZES, WIDTHS
@@ -47,10 +45,10 @@ def compiling() -> Iterator[Callable[..., Any]]:
 def test_ttt_linear_takes_no_more_shared_memory_than_said(compiling: Callable[..., Any]) -> None:
     """The largest of 16 bits, and one of fp32; `results/gpu/ttt_linear_shared_memory.txt` has others."""
     for d, b, dtype, form in ((64, 64, "bfloat16", "chain"), (64, 16, "float32", "walk"), (64, 16, "float32", "chain")):
-        found = compiling(shared_memory_of_ttt_linear.of_shape, d, b, dtype, form)
+        found = compiling(compiled_kernels.linear, d, b, form, dtype)
         most = linear_tuning.shared_bytes(d, b, getattr(torch, dtype).itemsize, form)
         assert len(found) == (2 if form == "walk" else 5)
-        assert all(0 < shared <= most <= SHARED_MEMORY for _, _, shared in found)
+        assert all(0 < one.shared <= most <= SHARED_MEMORY for one in found)
 
 
 @pytest.mark.slow
@@ -132,36 +130,6 @@ def test_the_form_of_ttt_mlp() -> None:
     with mock.patch.dict(tuning.TABLE, {tuning.key("forward", 64, 16, 2, 7): given}):
         assert list(config("forward", 64, 16, torch.bfloat16, 5)) == given  # four or more are one entry
         assert config("forward", 64, 16, torch.bfloat16, 3) != config("forward", 64, 16, torch.bfloat16, 4)
-
-
-def linear_launches() -> tuple[Any, ...]:
-    call = Call(64, 16, 4, 1, 1000, SHARED_MEMORY)
-    kernels = [kernel for passes in linear_tuning.KERNELS.values() for names in passes.values() for kernel in names]
-    forms = [call.form(direction, linear_tuning.SEGMENT) for direction in linear_tuning.KERNELS]
-    sizes = linear_tuning.SEGMENT, linear_tuning.CHAIN_SEGMENT, linear_tuning.FP32_PRODUCTS
-    return forms, [call.launch(kernel) for kernel in kernels], sizes
-
-
-def mlp_launches() -> tuple[Any, ...]:
-    return tuple(config(kernel, 64, 16, torch.bfloat16, 1) for kernel in ("forward", "backward"))
-
-
-@pytest.mark.parametrize(
-    ("module", "dtype", "launches", "as_taken"),
-    [(linear_tuning, torch.float32, linear_launches, 2), (tuning, torch.bfloat16, mlp_launches, 0)],
-)
-def test_variants_change_the_launch_and_undo_it(module: Any, dtype: torch.dtype, launches: Callable[[], Any], as_taken: int) -> None:
-    before, seen = launches(), []
-    for name, change in module.variants(64, 16, dtype, per_sm=1):
-        undo = change()
-        seen.append((name, launches() != before, launches()))
-        assert json.dumps(module.TABLE) and all(" d64 b16" in key and key.endswith("1/SM") for key in module.TABLE)
-        undo()
-        assert launches() == before and not module.TABLE
-    assert len({name for name, _, _ in seen}) == len(seen) == sum(changed for _, changed, _ in seen) + as_taken
-    if module is tuning:
-        assert {one.split for _, _, launch in seen for one in launch} == {False, True}
-        assert not any(": side" in name for name, _ in module.variants(128, 16, dtype) if name.startswith("backward"))
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -1,5 +1,4 @@
-"""SwiGLU, convolutions, kernel ridge regression, nested learners and further tasks: the laws, and plain references in
-float64."""
+"""Layers in layers in layers. (Of two levels: `test_layer_table`, `test_drawn_compositions`.)"""
 
 from __future__ import annotations
 
@@ -10,39 +9,25 @@ import torch
 
 from metattt.composition.compose import build
 from metattt.layer import TTTLayer
-from metattt.learners import Linear, NestedTTT
+from metattt.learners import Learner, Linear, NestedTTT
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
 from metattt.testing.specimen import cotangent, gradient_distance, gradients, randomize
 
 
-def inner_layer(**options: object) -> Callable[..., TTTLayer]:
-    return partial(
-        TTTLayer, num_heads=1, task=Reconstruction(), learner=Linear(), optimizer=GradientDescent(2), **options
-    )
-
-
-# -- the same learners written out, and the loop over mini-batches around them -----------------------------------------
+def layer_in(learner: Learner, rule: GradientDescent) -> Callable[..., TTTLayer]:
+    return partial(TTTLayer, num_heads=1, task=Reconstruction(), learner=learner, optimizer=rule)
 
 
 def test_three_levels_of_learning() -> None:
     """Splits, causality and all gradients of a layer in a layer in a layer; all sequences at once or one after the
     other."""
 
-    def middle() -> Callable[..., TTTLayer]:
-        return partial(
-            TTTLayer,
-            num_heads=1,
-            task=Reconstruction(),
-            learner=NestedTTT(inner_layer()),
-            optimizer=GradientDescent(3, read="previous"),
-        )
-
     def layer(group_size: int | None) -> TTTLayer:
         torch.manual_seed(0)
-        made = TTTLayer(
-            4, 1, Reconstruction(), NestedTTT(middle()), GradientDescent(4, read="previous"), group_size=group_size
-        ).double()
+        middle = layer_in(NestedTTT(layer_in(Linear(), GradientDescent(2))), GradientDescent(3, read="previous"))
+        rule = GradientDescent(4, read="previous")
+        made = TTTLayer(4, 1, Reconstruction(), NestedTTT(middle), rule, group_size=group_size).double()
         randomize(made)
         return made
 
@@ -61,13 +46,7 @@ def test_three_levels_of_learning() -> None:
 
 
 def test_a_module_and_deeper_nesting_from_the_command_line() -> None:
-    module = build(
-        "learner=module",
-        "learner.module._target_=torch.nn.Linear",
-        "learner.module._args_=[4,4]",
-        "dim=8",
-        "num_heads=2",
-    )
-    assert module.form == "dual"
+    linear = ("learner=module", "learner.module._target_=torch.nn.Linear", "learner.module._args_=[4,4]")
+    assert build(*linear, "dim=8", "num_heads=2").form == "dual"
     deeper = ("learner@learner.layer.learner=nested_ttt", "learner.layer.optimizer.read=previous")
     assert build("layer=nested_ttt", *deeper, "dim=8", "num_heads=2").form == "summed"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, Weight
+from metattt.learners import FastWeights, Learner, Linear, ModuleLearner, Weight
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
 from metattt.testing.specimen import compare, randomize, run
@@ -57,12 +57,9 @@ def test_any_module() -> None:
     assert compare(*[run(layer, tokens(), grads=True) for layer in layers]) < BOUND
     by_depth = make(ModuleLearner(net(), step_scale=0.1)).learner  # type: ignore[call-arg]
     assert by_depth.step_scales == {"0/weight": 0.1, "0/bias": 0.1}
-    apart = [make(ModuleLearner(Apart(), trainable=["shift"]), form) for form in ("primal", "auto")]  # type: ignore[call-arg]
-    assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
-    apart = [
-        make(ModuleLearner(Apart(), step_scale={"weight": 0.1}), form, read="previous") for form in ("primal", "summed")
-    ]  # type: ignore[call-arg]
-    assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
+    for given, read, form in (({"trainable": ["shift"]}, "inclusive", "auto"), ({"step_scale": {"weight": 0.1}}, "previous", "summed")):
+        apart = [make(ModuleLearner(Apart(), **given), one, read=read) for one in ("primal", form)]
+        assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
 
 
 class Own(Learner):
@@ -73,11 +70,7 @@ class Own(Learner):
         self.width = width
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {
-            "up": Weight((d_in, self.width)),
-            "down": Weight((self.width, d_out)),
-            "mean": Weight((d_out,), fast=False),
-        }
+        return {"up": Weight((d_in, self.width)), "down": Weight((self.width, d_out)), "mean": Weight((d_out,), fast=False)}
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.bias(w.linear(torch.tanh(w.linear(x, "up")), "down"), "mean")
@@ -90,13 +83,6 @@ def test_a_learner_of_ones_own() -> None:
     assert "trainable=['down', 'mean']" in repr(layers[0].learner)
     with pytest.raises(MetaTTTError, match="names of Own's weights show none: give factors by name, of up, down"):
         make(Own(step_scale=0.5))  # type: ignore[call-arg]
-
-
-def test_slow_weights_are_trained_by_the_outer_loop() -> None:
-    layer = make(MLP(trainable=["w2", "b2"], learn_init=False))  # type: ignore[call-arg]
-    layer(tokens())[0].sum().backward()
-    assert layer.learner.slow["w1"].grad is not None
-    assert layer.learner.init["w2"].grad is None
 
 
 def test_kernels_leave_both_alone() -> None:

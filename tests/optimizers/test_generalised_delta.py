@@ -94,7 +94,7 @@ def test_laws(task: str, rule: str, law: str) -> None:
     assert LAWS[law].worst_error(spec) <= LAWS[law].bound
 
 
-@pytest.mark.parametrize("rate", [1e-4, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("rate", [1e-4, 0.999])
 def test_long_decays_in_fp32(rate: float) -> None:
     """4,096 tokens in fp32 against fp64: what a decay of 1e-4 a token leaves is as exact as what none leaves."""
 
@@ -113,45 +113,33 @@ def test_long_decays_in_fp32(rate: float) -> None:
     assert error < 2e-6, error
 
 
-def refused(what: str, *parts: Any, **options: Any) -> None:
-    with pytest.raises(MetaTTTError, match=what):
-        TTTLayer(DIM, HEADS, *parts, **options)(torch.randn(1, 5, DIM))
-
-
 def test_refusals() -> None:
     """What cannot be computed is said when tokens come, in one line, and never left out."""
-    refused("needs a linear learner", Generalised(), MLP(), online())
-    refused("needs a linear learner", Generalised(), MLP(), online(), form="primal")
-    refused("needs a linear learner", Generalised(), Linear(**LINEAR), GradientDescent(4))
-    refused("needs a linear learner", Generalised(loss="huber"), Linear(**LINEAR), online())
-    refused("no meaning for a bias", Generalised(), Linear(residual=False, norm=False), online())
-    refused("a loss that erases", Generalised(loss="dot"), Linear(**LINEAR), online())
-    refused("one after the other", Generalised(erase=False, pairs=2), MLP(), online())
-    refused("one after the other", Generalised(erase=False, pairs=2), Linear(**LINEAR), Momentum(1, "online"))
-    refused(
-        "no token steps", Generalised(erase=False, pairs=2), Linear(**LINEAR), GradientDescent(4, token_steps="shared")
-    )
-    refused("no look-ahead", WindowViews(), Linear(**LINEAR), Momentum(1, "online", nesterov=True))
-    refused("keeps its data", Generalised(), KernelRidge(), Append())
-
-
-def test_views_that_do_not_fit() -> None:
-    class Changed(Reconstruction):
-        def __init__(self, **changes: Any):
-            super().__init__()
-            self.changes_of = changes
-
-        def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
-            views, state = super().views(x, state, ctx)
-            return views._replace(**{name: change(views) for name, change in self.changes_of.items()}), state
-
-    for what, name, change in (
-        ("the view erase_key has shape", "erase_key", lambda views: views.k[..., :2]),
-        ("the view erase_direction has shape", "erase_direction", lambda views: views.k[:, :1]),
-        ("the pairs' weight has shape", "weight", lambda views: views.k),
-        ("for tokens with several pairs", "weight", lambda views: views.k[..., 0]),
+    plain, two = Linear(**LINEAR), {"erase": False, "pairs": 2}
+    for what, task, learner, rule in (
+        ("needs a linear learner", Generalised(), MLP(), online()),
+        ("needs a linear learner", Generalised(), plain, GradientDescent(4)),
+        ("needs a linear learner", Generalised(loss="huber"), Linear(**LINEAR), online()),
+        ("no meaning for a bias", Generalised(), Linear(residual=False, norm=False), online()),
+        ("a loss that erases", Generalised(loss="dot"), Linear(**LINEAR), online()),
+        ("one after the other", Generalised(**two), MLP(), online()),
+        ("one after the other", Generalised(**two), Linear(**LINEAR), Momentum(1, "online")),
+        ("no token steps", Generalised(**two), Linear(**LINEAR), GradientDescent(4, token_steps="shared")),
+        ("no look-ahead", WindowViews(), Linear(**LINEAR), Momentum(1, "online", nesterov=True)),
+        ("keeps its data", Generalised(), KernelRidge(), Append()),
+        ("the view erase_key has shape", Narrow(), Linear(**LINEAR), online()),
     ):
-        refused(what, Changed(**{name: change}), Linear(**LINEAR), online())
+        with pytest.raises(MetaTTTError, match=what) as error:
+            TTTLayer(DIM, HEADS, task, learner, rule)(torch.randn(1, 5, DIM))
+        assert "\n" not in str(error.value)
+
+
+class Narrow(Reconstruction):
+    """An erase view that does not fit."""
+
+    def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
+        views, state = super().views(x, state, ctx)
+        return views._replace(erase_key=views.k[..., :2]), state
 
 
 def test_narrow_types() -> None:

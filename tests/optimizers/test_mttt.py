@@ -119,10 +119,8 @@ def test_sgd_in_chunks_equals_sgd_at_once() -> None:
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     found = []
     for chunk in (3, 10, 2048):
-        layer, given = (
-            build(*SGD, "seed=0", "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double(),
-            x.clone().requires_grad_(),
-        )
+        layer = build(*SGD, "seed=0", "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double()
+        given = x.clone().requires_grad_()
         y, _ = layer(given)
         found.append([y.detach(), *gradients(layer, given, (y * cotangent(y)).sum()).values()])
     for other in found[1:]:
@@ -135,8 +133,3 @@ def test_sgd_takes_parts_of_equal_size() -> None:
         layer(torch.randn(2, 10, 32))
     with pytest.raises(MetaTTTError, match="padding makes them unequal"):
         layer(torch.randn(2, 12, 32), mask=torch.arange(12).expand(2, -1) < torch.tensor([[12], [8]]))
-
-
-def test_inner_losses_need_inner_steps() -> None:
-    with pytest.raises(MetaTTTError, match="inner_losses needs a layer with optimizer=whole"):
-        inner_losses(build("layer=ttt_linear", *SIZES), torch.randn(1, 4, 32))

@@ -101,12 +101,6 @@ def test_inside_a_transform_of_torch() -> None:
     torch.testing.assert_close(list(found.values()), list(expected), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_compiled_calls() -> None:
-    layer, x = Specimen(MLP, window, descent).make(dtype=torch.float32), torch.randn(2, 12, 8)
-    torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x)[0], layer(x)[0], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("law", [forms, splits, masks, packing], ids=lambda law: law.__name__)
 def test_laws(law: Callable[[Specimen], float]) -> None:
     """Windows end where a document does, and go on over calls and padding."""

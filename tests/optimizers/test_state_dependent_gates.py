@@ -7,10 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import metattt
 from metattt.errors import MetaTTTError
 from metattt.inner.committed import Committed
 from metattt.learners import Linear
@@ -28,9 +26,6 @@ task = partial(Reconstruction, normalize_qk=True)
 def hold(spec: Specimen, *more: Callable[[Specimen], float]) -> None:
     for law in (forms, splits, causality, masks, packing, round_trips, *more):
         assert law(spec) <= (0.0 if law is causality else 1e-6 if law is derivatives else BOUND), law.__name__
-
-
-# -- one's own -----------------------------------------------------------------------------------------------------------
 
 
 class Careful(GradientDescent):
@@ -71,17 +66,6 @@ def test_laws_of_ones_own(name: str) -> None:
     hold(Specimen(Linear, task, OWN[name]))
 
 
-def test_the_gate_is_not_ignored() -> None:
-    x = torch.randn(2, 11, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for rule, plain in (
-        (Careful, GradientDescent),
-        (partial(Careful, anchor="online"), partial(GradientDescent, anchor="online")),
-    ):
-        for learner in (Linear, partial(Linear, residual=False, norm=False, bias=False)):
-            gated, free = (run(Specimen(learner, task, partial(r, 4)).make(), x).y for r in (rule, plain))
-            assert (gated - free).abs().max() > 1e-6
-
-
 def test_fast_paths_refuse() -> None:
     assert Specimen(Linear, task, lambda: GradientDescent(4)).make().form == "fused"
     layer = Specimen(Linear, task, lambda: Careful(4)).make()
@@ -110,9 +94,7 @@ def test_gates_that_come_from_nowhere() -> None:
             return gates._replace(alpha=torch.full_like(gates.eta, 0.5))
 
     layer = Specimen(Linear, task, lambda: Surprising(4)).make()
-    with pytest.raises(
-        MetaTTTError, match=r"Surprising\.gates_at must return the gates that it was given, and alpha was not"
-    ):
+    with pytest.raises(MetaTTTError, match=r"gates_at must return the gates that it was given, and alpha was not"):
         layer(torch.zeros(1, 5, 8, dtype=torch.float64))
 
 
@@ -131,21 +113,3 @@ def test_tokens_without_a_step_keep_their_gates() -> None:
     for slot in ("commit", "weights"):
         for name, w in after.get(slot, {}).items():
             torch.testing.assert_close(w, layer.learner.init[name].expand_as(w))
-
-
-def test_half_precision_and_no_gradients() -> None:
-    layer = metattt.build("layer=ttt3r", "dim=16", "num_heads=2")
-    x = torch.randn(2, 40, 16)
-    with torch.no_grad():
-        plain = layer(x)[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            rough = layer(x)[0]
-    assert F.cosine_similarity(plain.flatten(), rough.float().flatten(), dim=0) > 0.99
-
-
-def test_alignment_needs_labels_like_predictions() -> None:
-    layer = metattt.build(
-        "layer=custom", "task=mttt", "optimizer=state_gated", "optimizer.step_gate=alignment", "dim=16", "num_heads=2"
-    )
-    with pytest.raises(MetaTTTError, match=r"optimizer\.step_gate=alignment compares predictions of width 8"):
-        layer(torch.randn(1, 5, 16))

@@ -173,9 +173,8 @@ def read_damaged(artifacts: Artifacts, count: int, draw: random.Random, tally: T
         file = artifacts.fresh(thing) / place.relative_to(thing)
         name, damage = list(of_file(file, artifacts.home / f"foreign_{place}", 0))[index]
         damage()
-        tally.add(
-            f"{thing}, damaged", artifacts.read(command), f"{place} {name}, {command:.20}", *expected[thing, command]
-        )
+        what = f"{place} {name}, {command:.20}"
+        tally.add(f"{thing}, damaged", artifacts.read(command), what, *expected[thing, command])
 
 
 def read_malicious(artifacts: Artifacts, count: int, draw: random.Random, tally: Tally) -> None:

@@ -99,9 +99,7 @@ def groups() -> Iterator[tuple[str, list[str]]]:
 def _alternatives(line: str) -> Iterator[str]:
     """`a=<1|2>` to `a=1` and `a=2`."""
     pieces = re.split(r"<([^<>]*\|[^<>]*)>", line)
-    yield from map(
-        "".join, itertools.product(*(piece.split("|") if i % 2 else [piece] for i, piece in enumerate(pieces)))
-    )
+    yield from map("".join, itertools.product(*(one.split("|") if i % 2 else [one] for i, one in enumerate(pieces))))
 
 
 def every(folder: Path) -> list[tuple[str, list[str]]]:

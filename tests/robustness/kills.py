@@ -9,7 +9,6 @@ bit by bit, those of a run that nobody disturbed. Runs are plain, or of two proc
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import random
 import resource
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metattt.checkpoints.trained import load_model
-from metattt.metrics_file import CLOCK
 
 sys.path.append(str(Path(__file__).parent.parent))
 from processes_for_tests import Program
+from runs_for_tests import log
 
 KINDS = {"plain": "", "ddp": "trainer=ddp trainer.devices=2", "fsdp": "trainer=fsdp trainer.devices=2"}
 WAYS = ("SIGKILL", "SIGTERM", "full disk")
@@ -135,9 +134,8 @@ def campaign(folder: Path, kinds: Sequence[str], kills: int, others: int, seed: 
             wanted, number = -(-(kills if way == "SIGKILL" else others) // len(kinds)), 0
             while wanted > 0:
                 number += 1
-                case = _disturb(
-                    kind, way, folder / f"{kind}_{way[-4:]}_{number}", whole, min(wanted, DISTURBED), seconds, draw
-                )
+                run = folder / f"{kind}_{way[-4:]}_{number}"
+                case = _disturb(kind, way, run, whole, min(wanted, DISTURBED), seconds, draw)
                 wanted -= max(case.disturbed, case.fault != "")
                 if case.disturbed or case.fault:  # else it was complete before its moment
                     yield case
@@ -192,19 +190,11 @@ def fault_of(way: str, codes: Sequence[int | None], output: str) -> str:
 def difference(run: Path, whole: Path) -> str:
     """What a run has other than one that nobody disturbed: rows of its log, or weights, which a state of the optimizer
     that is not the same would change."""
-    if _log(run) != _log(whole):
+    if log(run) != log(whole):
         return "another log"
     found, wanted = (load_model(one)[0].state_dict() for one in (run, whole))
-    return (
-        ""
-        if found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
-        else "other weights"
-    )
-
-
-def _log(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        return [{name: value for name, value in row.items() if name not in CLOCK} for row in csv.DictReader(file)]
+    same = found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
+    return "" if same else "other weights"
 
 
 def main() -> int:

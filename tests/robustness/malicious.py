@@ -100,9 +100,8 @@ def malicious() -> Iterator[Malicious]:
         yield Malicious("pickles", save.__name__, "published", partial(_pickle, save))
     for name, content in _contents():
         thing = "run" if name in ("run.yaml", CONTENT) else "published"
-        yield Malicious(
-            f"content of {name}", f"{content[:30]!r} of {len(content)} bytes", thing, partial(_write, name, content)
-        )
+        what = f"{content[:30]!r} of {len(content)} bytes"
+        yield Malicious(f"content of {name}", what, thing, partial(_write, name, content))
 
 
 def _put(place: list[str], value: Any, copy: Path, canary: Path) -> None:
@@ -162,12 +161,7 @@ def _contents() -> Iterator[tuple[str, bytes]]:
         yield "config.json", text
     one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     large = {"shape": [2**40], "data_offsets": [0, 2**42]}
-    for header in (
-        {"a": one | large},
-        {"a": one | {"shape": [-1]}},
-        {"a": one, "b": one},
-        {"a": one | {"dtype": "Q9"}},
-    ):
+    for header in ({"a": one | large}, {"a": one | {"shape": [-1]}}, {"a": one, "b": one}, {"a": one | {"dtype": "Q9"}}):
         text = json.dumps(header).encode()
         yield "model.safetensors", struct.pack("<Q", len(text)) + text + b"1234"
     yield "model.safetensors", struct.pack("<Q", 2**62) + b"{}"

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import attack
-import bad_commands
 import child
 import kills
 import pytest
-from attack import COLUMNS, GENERATE, TAKEN, Artifacts, Tally, read_damaged, read_malicious
-from child import Outcome, run
+from attack import GENERATE, Artifacts, Tally, read_damaged, read_malicious
+from child import run
 from malicious import malicious
 
 Main = Callable[[Sequence[str]], int]
@@ -51,52 +50,17 @@ def says(text: str, code: int) -> Main:
         (says("step 1", 0), "result"),
         (says("step 1\nerror: no\nbut yes", 2), "error"),
         (says("error: one\ntwo\nthree", 2), "traceback"),
-        (says("no", 2), "traceback"),
         (says("Traceback (most recent call last)\nerror: a", 2), "traceback"),
-        (says("error: no", 3), "traceback"),
-        (lambda words: 1 // 0, "traceback"),
         (lambda words: os.abort(), "traceback"),
         (lambda words: len(bytearray(2 * child.MEMORY)), "traceback"),
         (lambda words: time.sleep(60), "hang"),
         (lambda words: subprocess.run(["true"], check=True).returncode, "code"),
-        (lambda words: os.system("true"), "code"),
         (lambda words: Path("/tmp/elsewhere-of-attack").write_text("x"), "code"),
         (lambda words: os.unlink("/nowhere"), "code"),
     ],
 )
 def test_what_came_of_a_command_is_seen(main: Main, kind: str, tmp_path: Path) -> None:
     assert run([], [tmp_path], seconds=3, main=main).kind == kind
-
-
-def test_what_a_command_may_write_and_prints(tmp_path: Path) -> None:
-    def main(words: Sequence[str]) -> int:
-        (tmp_path / "inside").write_text(words[0])
-        (tmp_path / "inside").rename(tmp_path / "renamed")
-        print("said")
-        return 0
-
-    assert run(["written"], [tmp_path], main=main) == Outcome("result", "", "said\n", "")
-    assert (tmp_path / "renamed").read_text() == "written"
-
-
-def test_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    tally = Tally()
-    for column, outcome, expected in (
-        ("same result", Outcome("result", "1"), "1"),
-        ("same result", Outcome("result", "1"), None),
-        ("silently wrong", Outcome("result", "2"), "1"),
-        ("older one, said", Outcome("result", "3", err=f"step-2 {TAKEN}"), "1"),
-        ("silently wrong", Outcome("result", "3"), "1"),
-        ("clear error", Outcome("error"), "1"),
-        ("traceback", Outcome("traceback"), "1"),
-        ("hang", Outcome("hang"), "1"),
-        ("code run", Outcome("code"), "1"),
-    ):
-        before = tally.get("row", {}).get(column, 0)  # type: ignore[union-attr]
-        tally.add("row", outcome, "what", expected, older="3")
-        assert tally["row"][column] == before + 1
-    assert len(tally.bad) == 5 and len(capsys.readouterr().out.splitlines()) == 5
-    assert list(tally.lines())[2] == "| row | 9 | 1 | 2 | 1 | 2 | 1 | 1 | 1 |" and len(COLUMNS) == 8
 
 
 # -- the attacks, with ours and with careless commands -----------------------------------------------------------------
@@ -137,14 +101,6 @@ def test_a_reader_that_runs_what_it_reads_is_seen(home: Path, monkeypatch: pytes
     assert tally["malicious: pickles"] == {"reads": 3, "code run": 3}
 
 
-def test_there_are_enough_files_and_commands() -> None:
-    every = list(malicious())
-    assert len(every) > 200 and len({one.kind for one in every}) >= 10
-    assert len({(one.kind, one.name, one.thing) for one in every}) == len(every)
-    groups = list(bad_commands.groups())
-    assert len(groups) > 350 and ("parts", ["layers", "dim=-1"]) in groups
-
-
 @pytest.mark.slow
 def test_bad_commands(tmp_path: Path) -> None:
     seed = int(time.time()) % 1000
@@ -174,9 +130,7 @@ def test_what_a_killed_run_has_lost_is_seen(home: Path, tmp_path: Path) -> None:
     ("way", "codes", "output", "fault"),
     [
         ("SIGKILL", [-9, None], "", "did not stop"),
-        ("SIGKILL", [-9, 1], "Traceback (most recent call last)", "a traceback"),
         ("SIGTERM", [143, 1], "", "SIGTERM ended with"),
-        ("full disk", [1], "error: no", "a full disk ended with"),
         ("full disk", [2], "", "a full disk ended with"),
         ("SIGKILL", [-9, 1], "error: process 0 has died", ""),
         ("SIGTERM", [143, 143], "stopped at step 4", ""),

@@ -1,69 +1,46 @@
-"""Tokens of an open mini-batch in C++ against the rule written out in float64, however a caller cuts a sequence."""
+"""Tokens of an open mini-batch, in C++ and in Triton's interpreter, against the rule written out in float64, however a caller
+cuts a sequence. (In a layer and a model: `test_decode_on_gpu`.)"""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from mini_batches import given_of, inputs, like, part, poisoned
 from torch import Tensor
 
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu import native, native_advance
-from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
+from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
+from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.optimizers.base import Gates
 from metattt.tasks.base import Views
 
-KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
+NATIVE: dict[str, Any] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
+KERNELS = NATIVE | {"linear, triton": TTTLinearOnGPU(), "mlp, triton": TTTMLPOnGPU()}
 BOUND = 1e-5
 Weights = dict[str, Tensor]
-pytestmark = pytest.mark.skipif(
-    native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
-)
+pytestmark = [
+    pytest.mark.usefixtures("quick_interpreter"),
+    pytest.mark.skipif(
+        native.load(NATIVE["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
+    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU"),
+]
 
 
-def given(
-    kind: str,
-    d: int = 16,
-    b: int = 16,
-    bias: bool = True,
-    tau: str = "shared",
-    hidden: int = 32,
-    n: int = 1,
-    batch: int = 2,
-    heads: int = 2,
-) -> MiniBatches:
-    generator = torch.Generator().manual_seed(d + b)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    k, v, q = (normal(batch, n, heads, d).transpose(1, 2) for _ in range(3))
-    eta = normal(batch, n, heads).sigmoid().transpose(1, 2) / d
-    steps = None if tau == "none" else 1 / torch.arange(1.0, b + 1) + 0.1 * normal(heads if tau == "per_head" else 1, b)
-    shapes = (
-        {"w1": (d, d), "b1": (d,)}
-        if kind == "linear"
-        else {"w1": (d, hidden), "b1": (hidden,), "w2": (hidden, d), "b2": (d,)}
-    )
-    weights = {
-        name: normal(batch, heads, *shape) * 0.3 * shape[0] ** -0.5
-        for name, shape in shapes.items()
-        if bias or name[0] == "w"
-    }
-    slow = {"norm_scale": 1 + 0.1 * normal(heads, d), "norm_bias": 0.1 * normal(heads, d)}
-    return MiniBatches(Tokens(Views(k, v, q), Gates(eta)), weights, slow, steps, b, torch.float32, None)
-
-
-def part(x: MiniBatches, first: int, last: int, weights: Weights | None = None) -> MiniBatches:
-    tokens = x.tokens.map(lambda t: t[:, :, first:last])
-    return x._replace(tokens=tokens, weights=x.weights if weights is None else weights)
+def given(kind: str, d: int | None = None, b: int = 16, n: int = 1, hidden: int | None = None, **sizes: Any) -> MiniBatches:
+    """What a kernel can take: Triton's TTT-MLP has four hidden units a feature, and no narrower heads."""
+    d = d or (32 if "triton" in kind else 16)
+    return given_of(inputs(kind.partition(",")[0], d, b, hidden=hidden or 4 * d, n=n, **sizes), b)
 
 
 def predict(x: Tensor, w: Weights, scale: Tensor, shift: Tensor) -> Tensor:
@@ -134,33 +111,35 @@ def check(kind: str, x: MiniBatches, phase: int | Tensor, update: Weights | None
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
-    ("d", "hidden", "b", "bias", "tau"),
+    ("kind", "d", "hidden", "b", "bias", "tau"),
     [
-        (16, 16, 16, True, "none"),
-        (32, 48, 32, False, "shared"),
-        (48, 80, 5, True, "per_head"),
-        (64, 256, 16, True, "shared"),
-        (96, 384, 16, False, "per_head"),
-        (128, 64, 8, True, "shared"),
+        *(
+            (kind, *sizes)
+            for kind in NATIVE
+            for sizes in (
+                (16, 16, 16, True, "none"), (32, 48, 32, False, "shared"), (48, 80, 5, True, "per_head"), (64, 256, 16, True, "shared"),
+                (96, 384, 16, False, "per_head"), (128, 64, 8, True, "shared"),
+            )
+        ),
+        *((f"{kind}, triton", 32, 128, *sizes) for kind in NATIVE for sizes in ((8, True, "none"), (16, False, "per_head"))),
+    ],
+)  # fmt: skip
+def test_one_token(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str, own: bool) -> None:
+    x = given(kind, d, b, bias=bias, tau=tau, hidden=hidden)
+    for phase, update in ((0, None), (2, like(x.weights)), (b - 1, like(x.weights))):
+        check(kind, x, phase, update, own)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "n", "own"),
+    [
+        *((kind, *one) for kind in NATIVE for one in ((0, 5, True), (3, 12, False), (3, 13, True), (0, 16, True), (15, 1, False))),
+        *((f"{kind}, triton", *one) for kind in NATIVE for one in ((0, 5, True), (13, 3, False))),
     ],
 )
-@pytest.mark.parametrize("kind", KERNELS)
-def test_one_token(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str, own: bool) -> None:
-    x = given(kind, d, b, bias, tau, hidden)
-    update = {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}
-    check(kind, x, 0, None, own)
-    check(kind, x, 2, update, own)
-    check(kind, x, b - 1, update, own)
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize(("phase", "n"), [(0, 1), (0, 5), (3, 12), (3, 13), (0, 16), (15, 1)])
-@pytest.mark.parametrize("kind", KERNELS)
 def test_several_tokens(kind: str, phase: int, n: int, own: bool) -> None:
     x = given(kind, n=n, batch=1 if n == 5 else 3)
-    check(
-        kind, x, phase, None if phase == 0 else {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}, own
-    )
+    check(kind, x, phase, None if phase == 0 else like(x.weights), own)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -168,7 +147,7 @@ def test_several_tokens(kind: str, phase: int, n: int, own: bool) -> None:
 @pytest.mark.parametrize("kind", KERNELS)
 def test_every_sequence_at_a_place_of_its_own(kind: str, phases: list[int], own: bool) -> None:
     x = given(kind, batch=3, tau="per_head")
-    update = {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}
+    update = like(x.weights)
     for place, value in enumerate(phases):
         for m in update.values():
             m[place] *= value > 0
@@ -178,8 +157,8 @@ def test_every_sequence_at_a_place_of_its_own(kind: str, phases: list[int], own:
               torch.tensor([0]), None, own)  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", [[1] * 32, [16, 16], [3, 13, 7, 8, 1], [5, 11, 15, 1]])
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("cut", [[1] * 32, [16, 16], [5, 11, 15, 1]])
+@pytest.mark.parametrize("kind", NATIVE)
 def test_cut_anywhere_it_is_the_scan_of_whole_mini_batches(kind: str, cut: list[int]) -> None:
     x = given(kind, n=32, tau="per_head")
     expected, last = KERNELS[kind].scan(x, lambda _: pytest.fail("the reference was taken"))
@@ -202,7 +181,7 @@ def test_cut_anywhere_it_is_the_scan_of_whole_mini_batches(kind: str, cut: list[
     assert all(torch.equal(x.weights[name], w) for name, w in kept.items())
 
 
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", NATIVE)
 def test_any_strides(kind: str) -> None:
     x = given(kind, n=3, tau="per_head")
     t = x.tokens
@@ -229,22 +208,16 @@ def test_any_strides(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KERNELS)
 def test_nothing_is_read_that_was_not_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    poisoned = {name: getattr(torch, name) for name in ("empty_strided", "empty_like")}
-    for name, make in poisoned.items():
-        monkeypatch.setattr(torch, name, lambda *args, make=make, **kwargs: make(*args, **kwargs).fill_(float("nan")))
-    x = given(kind, n=16)
-    update = {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}
-    calls = [
-        (x, None, 0),
-        (part(x, 0, 3), None, 2),
-        (part(x, 0, 1), update, 15),
-        (part(x, 0, 1), update, torch.tensor([15, 4])),
-    ]
-    for made, m, phase in calls:
+    for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (Tensor, ("new_empty",))):
+        for name in names:
+            make = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args, make=make, **kwargs: poisoned(make(*args, **kwargs)))
+    x = given(kind, b=8, n=4)
+    update = like(x.weights)
+    for made, m, phase in ((x, update, 4), (part(x, 0, 3), None, 2), (part(x, 0, 1), update, torch.tensor([7, 4]))):
         for own in (False, True):
             found = KERNELS[kind].advance(*copy.deepcopy((made, m)), phase, own)
-            tensors = [found[0], *found[1].values(), *(found[2] or {}).values()]
-            assert not any(t.isnan().any() for t in tensors)
+            assert not any(t.isnan().any() for t in (found[0], *found[1].values(), *(found[2] or {}).values()))
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -260,7 +233,7 @@ def test_nan_is_not_lost(kind: str, name: str) -> None:
     assert not m["w1"][0, 0].isnan().any() and not m["w1"][1].isnan().any()
 
 
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", NATIVE)
 def test_threads_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = given(kind, n=4, batch=5)
     expected = KERNELS[kind].advance(x, None, 0, False)
@@ -271,13 +244,13 @@ def test_threads_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert all(torch.equal(found[2][name], m) for name, m in expected[2].items())
 
 
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", NATIVE)
 def test_no_sequences(kind: str) -> None:
     y, weights, update = KERNELS[kind].advance(given(kind, batch=0), None, 0, True)
     assert y.shape == (0, 2, 1, 16) and weights["w1"].shape[0] == 0 and update is not None
 
 
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", NATIVE)
 def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
     """A layer is copied, pickled and sent to other processes together with its kernels, also after it has decoded."""
     x = given(kind)
@@ -286,31 +259,34 @@ def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
         assert torch.equal(other.advance(x, None, 0, False)[0], expected)
 
 
-def test_what_is_not_accepted() -> None:
-    kernel, x = KERNELS["linear"], given("linear")
-    assert "gate" in str(kernel.reason_not_decoded(x._replace(tokens=x.tokens.with_gates(alpha=x.tokens.gates.eta))))
-    assert "fp32" in str(kernel.reason_not_decoded(x._replace(matmul_dtype=torch.bfloat16)))
+@pytest.mark.parametrize("kind", KERNELS)
+def test_what_is_not_accepted(kind: str) -> None:
+    kernel, x = KERNELS[kind], given(kind)
+    gated = x._replace(tokens=x.tokens.with_gates(alpha=x.tokens.gates.eta))
     doubled = x._replace(weights={name: w.double() for name, w in x.weights.items()})
-    assert "fp32" in str(kernel.reason_not_decoded(doubled))
-    assert "width of 24" in str(kernel.reason_not_decoded(given("linear", 24)))
-    assert "hidden width of 40" in str(KERNELS["mlp"].reason_not_decoded(given("mlp", hidden=40)))
-    assert kernel.reason_rejected(given("linear", b=5, n=5)) is not None
-    assert kernel.reason_not_decoded(given("linear", b=5)) is None
-
-    class Whole(NativeTTTLinear):
-        source_of_tokens = None
-
-    assert "whole mini-batches" in str(Whole().reason_not_decoded(x))
+    refused: list[tuple[MiniBatches, str]] = [(gated, "gate"), (doubled, "fp32"), (given(kind, 24), "24")]
+    if "triton" in kind:
+        refused.append((x._replace(tokens=x.tokens.with_views(k=x.tokens.views.k.double())), "float64"))
+    else:
+        refused.append((x._replace(matmul_dtype=torch.bfloat16), "fp32"))
+    if "mlp" in kind:
+        refused.append((given(kind, hidden=40), "40"))
+    for one, why in refused:
+        assert why in str(kernel.reason_not_decoded(one))
+        whole = one.tokens.views.k.shape[-1] == 24 or why in ("gate", "40")  # said of whole mini-batches, too
+        assert not whole or why in str(kernel.reason_rejected(one))
+    assert kernel.reason_rejected(given(kind, b=5, n=5)) is not None
+    assert kernel.reason_not_decoded(given(kind, b=5)) is None
 
 
 def test_a_state_of_another_type_is_not_misread() -> None:
     """The kernel is handed addresses: an update that somebody has widened is read as what it is."""
     x = given("linear", n=4)
-    first, weights, update = KERNELS["linear"].advance(part(x, 0, 2), None, 0, False)
+    first, weights, update = NATIVE["linear"].advance(part(x, 0, 2), None, 0, False)
     assert update is not None
-    expected = KERNELS["linear"].advance(part(x, 2, 4, weights), update, 2, False)[0]
+    expected = NATIVE["linear"].advance(part(x, 2, 4, weights), update, 2, False)[0]
     wide = {name: value.double() for name, value in update.items()}
-    assert torch.equal(KERNELS["linear"].advance(part(x, 2, 4, weights), wide, 2, False)[0], expected)
+    assert torch.equal(NATIVE["linear"].advance(part(x, 2, 4, weights), wide, 2, False)[0], expected)
     assert first.isfinite().all()
 
 

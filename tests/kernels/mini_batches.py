@@ -1,0 +1,59 @@
+"""What kernels of whole mini-batches and of single tokens are given, drawn at random."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.optimizers.base import Gates
+from metattt.tasks.base import Views
+
+Leaves = dict[str, Tensor]
+WEIGHTS = ("w1", "b1", "w2", "b2")
+
+
+def inputs(
+    kind: str, d: int = 16, b: int = 16, bias: bool = True, tau: str = "shared", hidden: int = 64,
+    n: int = 64, batch: int = 2, heads: int = 2,
+) -> Leaves:  # fmt: skip
+    """Everything that has a gradient, fp32, by name: n tokens of TTT-Linear (`linear`) or TTT-MLP (`mlp`)."""
+    generator = torch.Generator().manual_seed(d + b)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    given = {name: normal(batch, n, heads, d).transpose(1, 2) for name in ("k", "v", "q")}
+    given["eta"] = normal(batch, n, heads).sigmoid().transpose(1, 2) / d
+    if tau != "none":
+        given["tau"] = 1 / torch.arange(1.0, b + 1) + 0.1 * normal(heads if tau == "per_head" else 1, b)
+    given |= {"scale": 1 + 0.1 * normal(heads, d), "shift": 0.1 * normal(heads, d)}
+    shapes = ((d, d), (d,)) if kind == "linear" else ((d, hidden), (hidden,), (hidden, d), (d,))
+    for name, shape in zip(WEIGHTS, shapes, strict=False):
+        if bias or name[0] == "w":
+            given[name] = normal(batch, heads, *shape) * 0.3 * (shape[0] ** -0.5 if name[0] == "w" else 1)
+    return given
+
+
+def given_of(x: Leaves, b: int = 16, group_size: int | None = None) -> MiniBatches:
+    """As the inner loop hands it to a kernel, for mini-batches of b tokens."""
+    weights = {name: w for name, w in x.items() if name in WEIGHTS}
+    tokens = Tokens(Views(x["k"], x["v"], x["q"]), Gates(x["eta"]))
+    slow = {"norm_scale": x["scale"], "norm_bias": x["shift"]}
+    return MiniBatches(tokens, weights, slow, x.get("tau"), b, x["eta"].dtype, group_size)
+
+
+def part(x: MiniBatches, first: int, last: int, weights: Leaves | None = None) -> MiniBatches:
+    """Some of its tokens, from weights that others left."""
+    tokens = x.tokens.map(lambda t: t[:, :, first:last])
+    return x._replace(tokens=tokens, weights=x.weights if weights is None else weights)
+
+
+def like(weights: Leaves) -> Leaves:
+    """An update of an open mini-batch."""
+    return {name: 0.1 * torch.randn_like(w) for name, w in weights.items()}
+
+
+def poisoned(x: Tensor) -> Tensor:
+    """What memory may hold before it is written."""
+    return x.fill_(torch.nan) if x.is_floating_point() else x
