@@ -134,6 +134,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values is a {type(cache).__name__}: give a MetaTTTCache of an earlier call, or None\n"
                 "(prefix tuning of peft gives keys and values, which MetaTTT layers do not have: use LoRA)"
             )
+        self._check_adapters()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
@@ -158,6 +159,26 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             keep = slice(-logits_to_keep if logits_to_keep else None, None)
         returned: dict[str, Any] = {CACHE: cache if use_cache else None}
         return CausalLMOutputWithPast(loss=loss, logits=logits[:, keep], **returned)
+
+    def _check_adapters(self) -> None:
+        """Refuses an adapter (peft) on a weight that embeds tokens and predicts them: merged, it would change both.
+
+        Raises:
+            MetaTTTError: such an adapter.
+        """
+        ends = {"embedding": self.model.embedding, "head": self.model.head}
+        weights = [getattr(one, "base_layer", one).weight for one in ends.values()]
+        adapted = [  # peft ties those with trainable tokens
+            name
+            for name, one in ends.items()
+            if hasattr(one, "base_layer") and not hasattr(one, "trainable_tokens_delta")
+        ]
+        if adapted and weights[0] is weights[1]:
+            raise MetaTTTError(
+                f"an adapter on `{adapted[0]}` cannot be merged: the head is the embedding (model.tie_embeddings).\n"
+                "Leave it out of target_modules, train it whole (modules_to_save=['embedding']), or make a model with "
+                "model.tie_embeddings=false"
+            )
 
     @classmethod
     def from_pretrained(  # type: ignore[override]

@@ -72,7 +72,8 @@ def create(
     built = ImageTransformer(layer=partial(instantiate_layer, compose(*parts, job="build")), **size)
     digits = model == "vit_digits_pixel"  # as metattt.data evaluates: whole digits, and centre crops of other pictures
     built.evaluated_with(model, *((1.0, "nearest") if digits else (0.875, "bilinear")))
-    return FeatureGetterNet(built, out_indices=out_indices) if features_only else built
+    at = out_indices if isinstance(out_indices, int) else tuple(out_indices)
+    return FeatureGetterNet(built, out_indices=at) if features_only else built
 
 
 def register() -> None:

@@ -17,7 +17,7 @@ from metattt.checkpoints import rolling
 from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.record import RECORD, modules, record_config
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_number
 from metattt.io import read_text, write_whole
 from metattt.locking import FolderLock
 from metattt.metrics_file import STEP, of_validation, read_rows
@@ -55,6 +55,9 @@ class Start(NamedTuple):
 
 def check_given(cfg: DictConfig) -> None:
     """Raises an error for settings that exclude each other, or that Lightning would accept but train nothing with."""
+    for key in ("resume", "output_dir"):
+        if cfg[key] == "":
+            raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
     if cfg.resume == AUTO and not cfg.output_dir:
         raise MetaTTTError(f"resume={AUTO} resumes the run in output_dir, or starts it there: add output_dir=<folder>")
     if cfg.resume == AUTO and cfg.overwrite:
@@ -64,6 +67,10 @@ def check_given(cfg: DictConfig) -> None:
             raise MetaTTTError(
                 f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg job shows the configuration"
             )
+    if cfg.trainer.get("gradient_clip_val") is not None:  # Lightning takes one below 0 for none
+        check_number(
+            "trainer.gradient_clip_val", cfg.trainer.gradient_clip_val, least=0, advice=", or null for no clipping"
+        )
     if {cfg.trainer.get(key) for key in ("max_steps", "max_epochs")} <= {None, -1}:
         raise MetaTTTError(f"trainer.max_steps={cfg.trainer.get('max_steps')} is not allowed: a run must end")
 
