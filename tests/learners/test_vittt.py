@@ -92,7 +92,7 @@ def test_heads_of_another_width(heads: int, of: int) -> None:
     assert layer.head_dim == 8 and layer.out.in_features == 8 * heads
     randomize(layer)
     x = torch.randn(2, 21, 16).double()
-    y, state = layer(x)
+    y, _ = layer(x)
     slow: Any = metattt.build(*words, f"num_heads={heads}", f"layer.of_heads={of}", "layer.form=primal").double()
     slow.load_state_dict(layer.state_dict())
     torch.testing.assert_close(slow(x)[0], y)
