@@ -21,8 +21,8 @@ from oracle_parts import Pair, Weights, settings
 from torch import Tensor
 
 RULES = (
-    *("GradientDescent", "Momentum", "DeltaGradientDescent", "ChannelDecay", "Preconditioned", "StateGated"),
-    *("WholeSequence", "BlockMomentum", "Sign", "Adam", "MirrorDescent", "Append"),
+    *("GradientDescent", "Momentum", "DeltaGradientDescent", "ChannelDecay", "Preconditioned", "StateGated", "KeyStep"),
+    *("WholeSequence", "BlockMomentum", "Bounded", "Sign", "Adam", "MirrorDescent", "Append"),
 )
 LEARNED = ("shared", "per_head")  # gates of the token
 NOT_COVERED = {
@@ -32,6 +32,7 @@ NOT_COVERED = {
     "exact, and their derivatives are those of the exact solution",
     "task.seed=null or optimizer.seed=null": "the numbers are drawn anew for every sequence or call",
     "learner=module with norms or attention": "torch's own have wrong third derivatives, and none could be compared",
+    "learner=depthwise": "tokens see later ones; test_vittt.py compares it with torch's convolution and released code",
     "optimizer=preconditioned with several pairs": "the curvature is that of one key a token",
 }
 
@@ -43,6 +44,7 @@ def not_covered(layer: Any) -> str | None:
     noisy, sampled = getattr(task, "corruption", "none") != "none", getattr(rule, "sampling", "full") != "full"
     known = hasattr(parts.Tokens, f"of_{task.kind.lower()}") and learner.kind in (*parts.LEARNERS, "NestedTTT")
     found = {
+        "learner=depthwise": learner.kind == "Depthwise",
         "parts of third parties": not known or rule.kind not in RULES,
             "learner=recurrent_ridge, stopped early": steps and (learner.iterations < steps or learner.tolerance > 0),
         "task.seed=null or optimizer.seed=null": (noisy and task.seed is None) or (sampled and rule.seed is None),
@@ -134,7 +136,7 @@ class Document:
             for kind in ("learner.init.", "learner.slow.")
         )
         self.mixes = layer.learner.mixes_tokens
-        self.by_block = self.rule.kind in ("BlockMomentum", "Sign", "Adam", "MirrorDescent")
+        self.by_block = self.rule.kind in ("BlockMomentum", "Bounded", "Sign", "Adam", "MirrorDescent")
         self.factors = self.of_weights(layer.learner.step_scale)
         self.graph = any(w.requires_grad for w in (x, *p.values()))
         self.tokens = parts.Tokens(layer, p, x, sequence)
@@ -169,7 +171,7 @@ class Document:
     def gates(self) -> None:
         """η, α, β `[T, H]`, τ `[H, b]`, rates of weights `[T, H, n]`, decays of channels `[T, H, d]`, gates of data."""
         s, p, x, one = self.rule, self.p, self.x, self.x.new_ones(len(self.x), self.heads)
-        self.alpha = self.beta = self.tau = self.rates = self.channels = None
+        self.alpha = self.beta = self.kappa = self.tau = self.rates = self.channels = None
         if s.kind == "WholeSequence":
             count = torch.tensor([stop - start for start, stop in self.calls for _ in range(start, stop)]).unsqueeze(1)
             self.eta = one * s.base_lr / (self.width * count / (self.steps if s.sampling == "sgd" else 1))
@@ -191,6 +193,8 @@ class Document:
             self.eta = self.scale * (torch.sigmoid(self.logit("lr_")) if s.lr in LEARNED else one)
         if hasattr(s, "momentum") and s.kind != "Preconditioned":
             self.beta = self.gate("momentum_gate", s.momentum, s.momentum_init)
+        if hasattr(s, "write"):
+            self.kappa = self.gate("write_gate", s.write, s.write_init)
         if s.kind == "GradientDescent" and s.token_steps != "none":
             share = 1 / torch.arange(1, self.b + 1).double()
             offset = p["optimizer.token_step_offset"].expand(self.heads, -1)
@@ -236,6 +240,17 @@ class Document:
             erased = one.k if one.p is None else one.p
             found.append([one._replace(k=one.k * s.squash ** (-r / (1 + r.abs())), p=erased)])
         return found
+
+    def prepare_keystep(self, pairs: list[list[Pair]]) -> list[list[Pair]]:
+        """A step as long as the key lets it be; a factor of each pair's loss."""
+
+        def factor(t: int, one: Pair) -> Tensor:
+            size = one.k.square().sum(-1)
+            if self.rule.step == "projection":
+                return 1 / (size + self.rule.eps)
+            return (1 - torch.exp(-self.eta[t] * size)) / (self.eta[t] * size)
+
+        return [[one._replace(weight=one.weight * factor(t, one)) for one in some] for t, some in enumerate(pairs)]
 
     # -- f, ℓ and G ----------------------------------------------------------------------------------------------------
 
@@ -340,7 +355,8 @@ class Document:
             return m._replace(update=update, newest=plus(m.commit, times(factor, update)))
         beta = None if self.beta is None else self.beta[t]
         momentum = step if beta is None else plus(times(beta, m.momentum), step)
-        w = plus(kept, plus(times(beta, momentum), step) if getattr(s, "nesterov", False) else momentum)
+        written = plus(times(beta, momentum), step) if getattr(s, "nesterov", False) else momentum
+        w = plus(kept, times(None if self.kappa is None else self.kappa[t], written))
         if getattr(s, "decay_to_init", False) and alpha is not None:
             w = plus(times(1 - alpha, self.w0), w)
         return m._replace(newest=w, momentum=momentum)
@@ -356,6 +372,14 @@ class Document:
 
     def commit_sign(self, m: Memory) -> Memory:
         return m._replace(commit=plus(m.commit, {name: abs(self.scale) * u.sign() for name, u in m.update.items()}))
+
+    def commit_bounded(self, m: Memory) -> Memory:
+        after = {}
+        for name, w in m.commit.items():
+            mean = m.update[name] / len(m.seen)
+            inputs = list(range(2, w.ndim - 1)) or [-1]  # every axis but the outputs'; of a vector all
+            after[name] = w + mean / (mean.square().sum(inputs, keepdim=True).sqrt() + 1)
+        return m._replace(commit=after)
 
     def commit_adam(self, m: Memory) -> Memory:
         s, age, step = self.rule, m.age + 1, {}

@@ -290,6 +290,10 @@ def swiglu(s: SimpleNamespace, w: Weights, x: Tensor, learner: Any) -> Tensor:
     return times(F.silu(times(x, w["w0"])) * times(x, w["w2"]), w["w1"])
 
 
+def glu(s: SimpleNamespace, w: Weights, x: Tensor, learner: Any) -> Tensor:
+    return times(x, w["w1"]) * F.silu(times(x, w["w2"]))
+
+
 def convolution(s: SimpleNamespace, w: Weights, x: Tensor, learner: Any) -> Tensor:
     act = ACTIVATIONS[s.activation]
     if s.over == "tokens":  # the last taps, zeros before the mini-batch
@@ -332,6 +336,7 @@ def layers_of(kind: str, names: Sequence[str]) -> dict[str, str]:
     for name in names:
         number = name[len(name.rstrip("0123456789")) :]
         number = {"w0": "1", "w1": "2", "w2": "1"}.get(name, number) if kind == "SwiGLU" else number
+        number = "1" if kind == "GLU" and number else number
         found[name] = "norm" if name.startswith("norm_") else name.rpartition("/")[0] if "/" in name else number
     return found
 
@@ -421,7 +426,7 @@ def global_estimator(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Da
 
 
 LEARNERS: dict[str, Callable[..., Tensor]] = {
-    "Linear": linear, "MLP": mlp, "SwiGLU": swiglu, "Convolution": convolution, "Transformer": transformer,
+    "Linear": linear, "MLP": mlp, "SwiGLU": swiglu, "GLU": glu, "Convolution": convolution, "Transformer": transformer,
     "ModuleLearner": module, "KernelEstimator": kernel_estimator, "KernelRidge": kernel_ridge,
     "RecurrentRidge": recurrent_ridge, "LogLinear": log_linear, "GlobalEstimator": global_estimator,
 }  # fmt: skip

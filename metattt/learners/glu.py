@@ -20,7 +20,7 @@ class GLU(Learner):
     """
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"w1": Weight((d_in, d_out)), "w2": Weight((d_in, d_out))}
+        return {name: Weight((d_in, d_out), layer="1") for name in ("w1", "w2")}
 
     def equations(self) -> list[str]:
         return [f"f(x; W) = {self.wrapped('(x W1) ∘ silu(x W2)')}"]

@@ -8,6 +8,7 @@ from metattt.optimizers.bounded import Bounded
 from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.optimizers.delta_gradient import DeltaGradientDescent
 from metattt.optimizers.gradient_descent import GradientDescent, StepSize
+from metattt.optimizers.key_step import KeyStep
 from metattt.optimizers.mirror import MirrorDescent
 from metattt.optimizers.momentum import Momentum
 from metattt.optimizers.preconditioned import Preconditioned
@@ -26,6 +27,7 @@ __all__ = [
     "Gates",
     "GradientDescent",
     "InnerOptimizer",
+    "KeyStep",
     "MirrorDescent",
     "Momentum",
     "Preconditioned",

@@ -10,7 +10,7 @@ from metattt.modules import expand_like
 from metattt.optimizers.base import Gates, Read
 from metattt.optimizers.block import BlockRule
 from metattt.registry import register
-from metattt.state import WHOLE_CALL
+from metattt.state import WHOLE_CALL, Context, Tensors
 
 
 @register(group="optimizer", name="bounded")
@@ -32,9 +32,14 @@ class Bounded(BlockRule):
         mean = "M_j = U_j/n, n the tokens of mini-batch j"
         return [*eta, step, mean, "W_j = W_{j−1} + M_j/(‖M_j‖ + 1), ‖·‖ over the weights into one output"]
 
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        return gates._replace(kappa=torch.ones_like(gates.eta)), state  # 0 at padding, which does not count
+
     def observe(self, memory: Memory, gates: Gates) -> Memory:
         """Counts the tokens of the open mini-batch."""
-        count = (gates.eta != 0).sum(-1).to(gates.eta.dtype)
+        assert gates.kappa is not None
+        count = gates.kappa.sum(-1)
         before = memory.get("pool", {}).get("count")
         return memory | {"pool": {"count": count if before is None else before + count}}
 
@@ -43,6 +48,7 @@ class Bounded(BlockRule):
         after = {}
         for name, weight in memory["commit"].items():
             mean = memory["update"][name] / expand_like(count, weight)
-            size = torch.linalg.vector_norm(mean, dim=-2 if mean.ndim > 3 else -1, keepdim=True)
+            inputs = tuple(range(2, mean.ndim - 1)) or (-1,)  # a vector is taken as a whole
+            size = torch.linalg.vector_norm(mean, dim=inputs, keepdim=True)
             after[name] = weight + mean / (size + 1)
         return {"commit": after}

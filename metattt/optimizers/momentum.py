@@ -24,7 +24,7 @@ TAKEN = ("mini_batch_size", "anchor", "read", "steps", "base_lr", "lr", "lr_scal
 
 @register(group="optimizer", name="momentum")
 class Momentum(GradientDescent, takes=TAKEN):
-    """`S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + S_t`, with gates that are constant or learned from the token.
+    """`S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, with gates that are constant or learned from the token.
 
     Args:
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
@@ -39,6 +39,7 @@ class Momentum(GradientDescent, takes=TAKEN):
             `lr_scale`.
         decay_init: α, or its initial value, where it is constant or a sigmoid's.
         decay_to_init: decay towards W0 instead of zero.
+        write, write_init: κ, likewise; `none` is 1.
         gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`,
             Gated DeltaNet).
 
@@ -56,6 +57,8 @@ class Momentum(GradientDescent, takes=TAKEN):
     decay_init: float = setting(default=0.99, fixed=True)
     decay_to_init: bool = setting(default=False)
     gradient_at: Literal["previous", "decayed"] = setting(default="previous")
+    write: Literal["none", "constant", "shared", "per_head"] = setting(default="none", fixed=True)
+    write_init: float = setting(default=0.5, fixed=True)
 
     def configure(self) -> None:
         super().configure()
@@ -66,6 +69,7 @@ class Momentum(GradientDescent, takes=TAKEN):
     def check_settings(self) -> None:
         check_gate("momentum_init", self.momentum, self.momentum_init)
         check_gate("decay_init", self.decay, self.decay_init)
+        check_gate("write_init", self.write, self.write_init)
         super().check_settings()
         if self.nesterov and self.momentum == "none":
             raise MetaTTTError(
@@ -85,18 +89,19 @@ class Momentum(GradientDescent, takes=TAKEN):
         super().build(dim, num_heads, head_dim)
         self.momentum_gate = Gate(self.momentum, self.momentum_init, dim, num_heads)
         self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+        self.write_gate = Gate(self.write, self.write_init, dim, num_heads)
 
     def equations(self) -> list[str]:
         if self.decay == "mamba2":
             lines = ["η_t = softplus(θ_η x_t + c_η), θ and c of each head", "α_t = exp(−η_t a), a of each head"]
         else:
             lines = [*super().equations(), *self.decay_gate.equations("α")]
-        return [*lines, *self.momentum_gate.equations("β")]
+        return [*lines, *self.momentum_gate.equations("β"), *self.write_gate.equations("κ")]
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
         eta, alpha = self.decay_gate.step(x) if self.decay == "mamba2" else (gates.eta, self.decay_gate(x))
-        return Gates(eta, alpha, self.momentum_gate(x)), state
+        return Gates(eta, alpha, self.momentum_gate(x), self.write_gate(x)), state
 
 
 def check_gate(key: str, source: str, value: float) -> None:
