@@ -46,9 +46,7 @@ class Context(NamedTuple):
 
     @property
     def places(self) -> Tensor:
-        """`[B, T]` places of the tokens in their mini-batches, from 0."""
-        if self.mini_batch_size != WHOLE_CALL:
-            return self.positions % self.mini_batch_size
+        """`[B, T]` places of the tokens in the call, or in the document that begins in it, from 0."""
         begun = self.positions[:, :1]  # of the document that an earlier call has begun
         return self.positions - (begun if self.first is None else torch.where(self.first.cumsum(1) > 0, 0, begun))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,15 +203,14 @@ class InnerOptimizer(Component, ABC):
 
     def with_token_steps(self, tau: Tensor | None) -> InnerOptimizer:
         """This rule with its token steps computed once for many mini-batches."""
-        return self._with(token_steps=lambda: tau)
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__, token_steps=lambda: tau)
+        return bound
 
     def with_size(self, count: int) -> InnerOptimizer:
         """This rule with mini-batches of `count` tokens."""
-        return self._with(mini_batch_size=count)
-
-    def _with(self, **attributes: Any) -> InnerOptimizer:
         bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__, **attributes)
+        bound.__dict__.update(self.__dict__, mini_batch_size=count)
         return bound
 
 

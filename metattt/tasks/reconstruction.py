@@ -13,7 +13,7 @@ from metattt.errors import MetaTTTError, check_number
 from metattt.modules import CausalConv, affine, convolution, made_once, projection, rms_norm
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.state import Context, Tensors
+from metattt.state import WHOLE_CALL, Context, Tensors
 from metattt.tasks import corruption
 from metattt.tasks.base import Task, Views
 from metattt.tasks.losses import IN_SYMBOLS, WITH_THRESHOLD, loss_per_token
@@ -254,7 +254,9 @@ class Reconstruction(Task):
         if self.normalize_qk:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.rope != "none":
-            positions = ctx.places if self.rope == "mini_batch" else ctx.positions
+            positions = ctx.positions
+            if self.rope == "mini_batch":
+                positions = ctx.places if ctx.mini_batch_size == WHOLE_CALL else positions % ctx.mini_batch_size
             if ctx.mini_batch_size <= MOST_TURNS and self._decodes(
                 q
             ):  # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
