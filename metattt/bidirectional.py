@@ -1,0 +1,71 @@
+"""One layer that reads a sequence in both directions, for tokens that may see later ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.inner.packing import Packing
+from metattt.sequence_layer import SequenceLayer
+from metattt.setting import setting
+
+
+class Bidirectional(SequenceLayer):
+    """`y = tanh(a) ∘ layer(x) + tanh(b) ∘ reversed(layer(reversed(x)))`, called like the layer: `y, _ = both(x)`.
+
+    Both directions share the layer; a and b have a number per feature and begin small, so that a pretrained model
+    around the layer changes little at first (One-Minute Video Generation with Test-Time Training, arXiv 2504.05298,
+    Sec. 3). Padding and documents are turned around by themselves: no document sees another. A call is a set of tokens:
+    there is no state.
+
+    Args:
+        dim: model width D, that of the layer.
+        layer: a `TTTLayer`, a `Combined` or a `Mixer`.
+        gate_init: of a and b.
+
+    Raises:
+        MetaTTTError: something else than a layer, or one of another width; in a call: a state.
+    """
+
+    causal = False
+    refuse_nan = False  #: the layer checks its inputs
+    layer: nn.Module = setting()
+    gate_init: float = setting(default=0.1)
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if not isinstance(self.layer, SequenceLayer) or self.layer.dim != self.dim:
+            found = f"{type(self.layer).__name__} of dim={getattr(self.layer, 'dim', None)}"
+            raise MetaTTTError(f"layer.layer is a {found}: it must be a TTTLayer, a Combined or a Mixer of dim={self.dim}")
+
+    def create_modules(self) -> None:
+        self.gate, self.gate_reversed = (nn.Parameter(torch.full((self.dim,), self.gate_init)) for _ in range(2))
+
+    def start(self, x: Tensor, packing: Packing | None = None) -> None:
+        """There is none."""
+
+    def check_state(self, x: Tensor, state: Any) -> None:
+        """Refuses any."""
+        raise MetaTTTError("Bidirectional reads all tokens of a sequence in one call, and takes no state: leave it out")
+
+    def run(
+        self, x: Tensor, state: None, packing: Packing | None = None, donate_state: bool = False
+    ) -> tuple[Tensor, None]:
+        """See `SequenceLayer.run`."""
+        y = self.layer(x, packing=packing)[0] * self.gate.tanh()
+        if packing is None:
+            return y + self.layer(x.flip(1))[0].flip(1) * self.gate_reversed.tanh(), None
+        count = x.shape[1]
+        place = torch.arange(count, device=x.device).expand(x.shape[:2])
+        valid = torch.ones_like(place, dtype=torch.bool) if packing.valid is None else packing.valid
+        turned = torch.where(valid, valid.sum(1, keepdim=True) - 1 - place, place)  # padding stays at the end
+        reset = None
+        if packing.first is not None:  # the last token of a document is the first one
+            last = torch.cat([packing.first[:, 1:], torch.zeros_like(packing.first[:, :1])], dim=1)
+            reset = last.gather(1, turned) & valid
+        index = turned.unsqueeze(-1).expand_as(x)
+        back = self.layer(x.gather(1, index), mask=packing.valid, reset=reset)[0]
+        return y + back.gather(1, index) * self.gate_reversed.tanh(), None

@@ -1,0 +1,68 @@
+"""A layer in both directions: what it is of, and that padding and documents change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import metattt
+from metattt.bidirectional import Bidirectional
+from metattt.errors import MetaTTTError
+from metattt.testing.specimen import randomize
+
+T = 13
+
+
+def make(name: str = "ttt_linear") -> Any:
+    torch.manual_seed(0)
+    both = Bidirectional(16, metattt.build(f"layer={name}", "dim=16", "num_heads=2")).double()
+    randomize(both.layer)
+    torch.nn.init.normal_(both.gate)
+    torch.nn.init.normal_(both.gate_reversed)
+    return both
+
+
+def tokens() -> Tensor:
+    return torch.randn(3, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "gated_delta_net", "mamba", "titans_mag"])
+def test_both_directions_are_of_one_layer(name: str) -> None:
+    both, x = make(name), tokens()
+    y, state = both(x)
+    forward, back = both.layer(x)[0], both.layer(x.flip(1))[0].flip(1)
+    torch.testing.assert_close(y, forward * both.gate.tanh() + back * both.gate_reversed.tanh())
+    assert state is None
+    late = x.clone()
+    late[:, -1] += 1
+    assert (both(late)[0][:, 0] != y[:, 0]).any(dim=-1).all()  # the first token sees the last one
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "gated_delta_net", "mamba"])
+def test_padding_and_documents(name: str) -> None:
+    both, x = make(name), tokens().requires_grad_()
+    mask, reset = torch.ones(3, T, dtype=torch.bool), torch.zeros(3, T, dtype=torch.bool)
+    mask[0, 9:] = mask[1, :4] = mask[2, 5] = False
+    reset[0, 0] = reset[0, 3] = reset[2, 7] = reset[2, 8] = True
+    y, _ = both(x, mask=mask, reset=reset)
+    parts = [(0, [0, 1, 2]), (0, [3, 4, 5, 6, 7, 8]), (1, list(range(4, T)))]
+    parts += [(2, [0, 1, 2, 3, 4, 6]), (2, [7]), (2, list(range(8, T)))]
+    for row, places in parts:
+        torch.testing.assert_close(y[row, places], both(x[row : row + 1, places])[0][0])
+    assert not y[~mask].any()
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    alone = sum(both(x[row : row + 1, places])[0].square().sum() for row, places in parts)
+    torch.testing.assert_close(found, torch.autograd.grad(alone, x)[0])
+
+
+def test_what_it_does_not_take() -> None:
+    both, x = make(), tokens()
+    with pytest.raises(MetaTTTError, match="takes no state"):
+        both(x, both.layer(x)[1])
+    with pytest.raises(MetaTTTError, match=r"a Linear of dim=None: it must be a TTTLayer.* of dim=16"):
+        Bidirectional(16, torch.nn.Linear(16, 16))
+    with pytest.raises(MetaTTTError, match="of dim=8: it must be"):
+        Bidirectional(16, metattt.build("layer=ttt_linear", "dim=8", "num_heads=2"))
