@@ -21,8 +21,8 @@ except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "Adapter", "MetaTTTError", "State", "TTTLayer", "__version__", "attach", "build", "learners", "load_model", "models",
-    "optimizers", "tasks",
+    "Adapter", "MetaTTTError", "State", "TTTLayer", "__version__", "attach", "build", "learners", "load_model",
+    "models", "optimizers", "tasks",
 ]  # fmt: skip
 
 _HOMES = {

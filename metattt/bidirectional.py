@@ -39,7 +39,9 @@ class Bidirectional(SequenceLayer):
         super().check_settings()
         if not isinstance(self.layer, SequenceLayer) or self.layer.dim != self.dim:
             found = f"{type(self.layer).__name__} of dim={getattr(self.layer, 'dim', None)}"
-            raise MetaTTTError(f"layer.layer is a {found}: it must be a TTTLayer, a Combined or a Mixer of dim={self.dim}")
+            raise MetaTTTError(
+                f"layer.layer is a {found}: it must be a TTTLayer, a Combined or a Mixer of dim={self.dim}"
+            )
 
     def create_modules(self) -> None:
         self.gate, self.gate_reversed = (nn.Parameter(torch.full((self.dim,), self.gate_init)) for _ in range(2))

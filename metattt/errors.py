@@ -39,7 +39,8 @@ def check_integer(key: str, value: object, least: int = 1, most: int = 2**63 - 1
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if whole and least <= value <= most:  # type: ignore[operator]
         return
-    bounds = f"at least {least}" if most == 2**63 - 1 or (whole and value < least) else f"at most {most:,}"  # type: ignore[operator]
+    below = whole and value < least  # type: ignore[operator]
+    bounds = f"at least {least}" if most == 2**63 - 1 or below else f"at most {most:,}"
     raise MetaTTTError(f"{_said(key, value)}: it must be {bounds if whole else 'an integer, ' + bounds}{advice}")
 
 

@@ -48,7 +48,8 @@ def with_values(module: M, values: Mapping[str, Tensor]) -> M:
     ) in values.items():  # also where nothing stands now, as in a module that holds its parameters for a call only
         path, _, attribute = name.rpartition(".")
         part = made.get_submodule(path)
-        (part._buffers if attribute in part._buffers else part._parameters)[attribute] = value  # type: ignore[assignment]
+        held: Any = part._buffers if attribute in part._buffers else part._parameters
+        held[attribute] = value
     return made
 
 

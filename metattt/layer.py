@@ -141,7 +141,7 @@ class TTTLayer(PlannedLayer):
         the task and the optimizer have `carried`."""
         task, rule = carried
         if isinstance(self.learner, NonParametric):
-            y, data = self.learner.scan(views, state.learner, call.ctx, gates.masked(call.ctx.valid))  # type: ignore[union-attr]
+            y, data = self.learner.scan(views, state.learner, call.ctx, cast(DataGates, gates).masked(call.ctx.valid))
             return y, State(call.after, 0, {}, task, rule, data)
         alone = views if views.weight is None else views._replace(weight=None)  # which is in η
         tokens = Tokens(alone, cast(Gates, gates))

@@ -118,3 +118,11 @@ def test_a_circle_is_seen(tmp_path: Path) -> None:
     assert circle(imports(tmp_path / "sample"))
     (tmp_path / "sample" / "b.py").write_text("def f():\n    import sample.a")
     assert not circle(imports(tmp_path / "sample"))
+
+
+def test_lines_and_files_are_short() -> None:
+    """Lines have 120 characters at most; files 400 lines, except kernels, which are one function each."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        lines = file.read_text().splitlines()
+        assert max(map(len, lines), default=0) <= 120, file
+        assert len(lines) <= 400 or "kernels" in file.parts, file

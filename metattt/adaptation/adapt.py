@@ -93,7 +93,8 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     console.print(f"{len(documents):,} documents, {sum(map(len, documents)):,} tokens; {learned:,} numbers learn")
     if not chosen.reset and (same := repeated(documents)):
         console.print(
-            f"{len(same)} documents are equal to an earlier one, which was learned before they are scored: leave them out"
+            f"{len(same)} documents are equal to an earlier one, which was learned before they are scored: leave them "
+            "out"
         )
     size = chosen.batch_size if chosen.reset else 1
     results = {

@@ -179,8 +179,8 @@ def _check_rows(key: str, x: Tensor, count: int) -> None:
     """
     if count not in (1, len(x)):
         raise MetaTTTError(
-            f"{key} is applied to {len(x)} rows of {count} documents, as by a mixture of experts: read one document at a "
-            "time, or leave it out of fast"
+            f"{key} is applied to {len(x)} rows of {count} documents, as by a mixture of experts: read one document at "
+            "a time, or leave it out of fast"
         )
 
 

@@ -77,9 +77,10 @@ def _of_layer(layer: TTTLayer, lender: Task | None = None) -> list[Section]:
 
 def _of_two(layer: Combined) -> list[Section]:
     first: Any = layer.first
-    second = equations(layer.second) if layer.out is None else _of_layer(layer.second, first.task)  # type: ignore[arg-type]
+    second: Any = layer.second
+    of_second = equations(second) if layer.out is None else _of_layer(second, first.task)
     parts = [Section(f"first.{one.title}", one.lines) for one in equations(first)]
-    parts += [Section(f"second.{one.title}", one.lines) for one in second]
+    parts += [Section(f"second.{one.title}", one.lines) for one in of_second]
     if layer.how == "serial":
         return [*parts, Section("output", ["y = second(first(x))"])]
     if layer.how == "gate":

@@ -6,7 +6,8 @@ from collections.abc import Container
 KEYS = {  # our key: other names for it; where a name stands twice, the first key counts that the command has
     "training.lr": "lr learning_rate max_lr peak_lr outer_lr",
     "optimizer.base_lr": "inner_lr base_lr eta ttt_lr ttt_base_lr inner_learning_rate lr learning_rate",
-    "trainer.max_steps": "steps max_steps num_steps n_steps total_steps train_steps iterations max_iters num_iterations epochs max_epochs",
+    "trainer.max_steps": "steps max_steps num_steps n_steps total_steps train_steps iterations max_iters "
+    "num_iterations epochs max_epochs",
     "optimizer.steps": "inner_steps num_inner_steps steps",
     "data.batch_size": "batch_size batch bs per_device_train_batch_size micro_batch_size",
     "optimizer.mini_batch_size": "mini_batch_size inner_batch_size chunk_size inner_chunk_size ttt_batch_size",
@@ -19,7 +20,8 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "learner.sinks": "num_sinks sink_tokens attention_sinks num_sink_tokens",
     "model.vocab_size": "vocab_size n_vocab vocab",
     "model.ffn_dim": "ffn_dim d_ff intermediate_size mlp_dim",
-    "data.context_length": "context_length seq_len sequence_length seq_length block_size context ctx_len max_seq_len max_length window",
+    "data.context_length": "context_length seq_len sequence_length seq_length block_size context ctx_len max_seq_len "
+    "max_length window",
     "data.path": "path data_path data_dir dataset corpus text file",
     "data.num_workers": "num_workers workers",
     "training.weight_decay": "weight_decay wd",
@@ -27,11 +29,13 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "training.warmup_steps": "warmup warmup_steps",
     "training.betas": "betas beta1 beta2",
     "trainer.gradient_clip_val": "clip grad_clip gradient_clip clip_grad max_grad_norm grad_norm gradient_clip_val",
-    "trainer.accumulate_grad_batches": "accumulate grad_accum accumulation gradient_accumulation_steps accumulate_grad_batches",
+    "trainer.accumulate_grad_batches": "accumulate grad_accum accumulation gradient_accumulation_steps "
+    "accumulate_grad_batches",
     "trainer.accelerator": "device accelerator cuda gpu cpu",
     "trainer.devices": "devices gpus num_gpus n_gpus ngpus num_devices",
     "trainer.precision": "precision dtype amp bf16 fp16 mixed_precision",
-    "trainer.val_check_interval": "eval_every eval_interval eval_steps val_every val_check_interval validation_interval",
+    "trainer.val_check_interval": "eval_every eval_interval eval_steps val_every val_check_interval "
+    "validation_interval",
     "trainer.log_every_n_steps": "log_every log_interval logging_steps",
     "output_dir": "out output out_dir save_dir run_dir log_dir logdir exp_dir folder results",
     "max_new_tokens": "max_tokens tokens num_tokens length max_length n_tokens",

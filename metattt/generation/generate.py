@@ -143,7 +143,8 @@ def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, 
     """A line of JSON for every prompt, in their order, as soon as it is there."""
     target = contextlib.nullcontext(sys.stdout)
     if chosen.output is not None:
-        target = open(Path(chosen.output).expanduser(), "x", encoding="utf-8")  # type: ignore[assignment]  # noqa: SIM115
+        path = Path(chosen.output).expanduser()
+        target = path.open("x", encoding="utf-8")  # type: ignore[assignment]
     with target as file:
         for start in range(0, len(prompts), chosen.batch_size):
             batch = prompts[start : start + chosen.batch_size]

@@ -73,5 +73,6 @@ def gated(loop: Parts, tokens: Tokens, commit: Tensors) -> Tokens:
                 f"{'not' if before is None else 'one'} of them: give the same gates in `gates`"
             )
         if after is not None and after is not before:
-            changed[name] = torch.where(expand_like(is_filled, after), after.to(before), before)  # type: ignore[arg-type]
+            assert before is not None
+            changed[name] = torch.where(expand_like(is_filled, after), after.to(before), before)
     return tokens.with_gates(**changed)

@@ -1,7 +1,8 @@
 """Mini-batches for `torch.compile`: one is compiled, and runs in a loop for all equal ones.
 
-Written out, a sequence of T tokens is a graph of T/b mini-batches with an inner backward pass each, which takes minutes to
-compile and anew for every length. As the body of a `scan` a mini-batch is traced and compiled once, with its derivative.
+Written out, a sequence of T tokens is a graph of T/b mini-batches with an inner backward pass each, which takes
+minutes to compile and anew for every length. As the body of a `scan` a mini-batch is traced and compiled once, with its
+derivative.
 
 Inductor (torch 2.14) reuses the memory of a loop's input although the loop's result is stored there; gradients of the
 loop's inputs were then wrong by large factors. So the loop is used only after `allow`, which forbids this reuse and

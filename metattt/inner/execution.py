@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,8 @@ def plainly(
                 rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if x is not None and alike and x.ndim == 5 else x
                 for x in tokens.views
             ]
-            tokens = Tokens(Views(*[None if x is None else x.to(dtype) for x in views]), tokens.gates)  # type: ignore[arg-type]
+            wide: list[Any] = [None if x is None else x.to(dtype) for x in views]
+            tokens = Tokens(Views(*wide), tokens.gates)
         slow = {name: value.to(dtype) for name, value in given.items()}
         return loop._replace(rule=rule, slow=slow).mini_batches(tokens, memory, blocks, read)
 

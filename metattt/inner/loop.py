@@ -173,7 +173,9 @@ class InnerLoop(Parts):
                     memory = choose(block.commit, memory, before, {**before, **memory})
         if plan.replays or steps > 1:
             memory = _only_complete(entering, memory, block.commit)
-        return (torch.cat(ys, dim=2) if read is not None and len(ys) > 1 else y), before, memory  # type: ignore[arg-type]
+        if read is not None and len(ys) > 1:
+            y = torch.cat(ys, dim=2)  # type: ignore[arg-type]
+        return y, before, memory
 
 
 def _only_complete(before: Memory, after: Memory, complete: bool | Tensor) -> Memory:

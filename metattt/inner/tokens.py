@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +70,8 @@ class Tokens(NamedTuple):
     def split(self, lengths: Sequence[int] | int) -> list[Tokens]:
         """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in
         T."""
-        parts = [None if x is None else x.split(lengths, dim=2) for x in self.tensors]
-        return [Tokens.from_tensors([None if x is None else x[i] for x in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
+        parts: list[Any] = [None if x is None else x.split(lengths, dim=2) for x in self.tensors]
+        return [Tokens.from_tensors([None if x is None else x[i] for x in parts]) for i in range(len(parts[0]))]
 
     def masked(self, is_filled: Tensor) -> Tokens:
         """Unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `is_filled` `[B, columns]`."""

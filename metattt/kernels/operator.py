@@ -234,7 +234,9 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
         return [y, *after, *kept]
 
     @forward.register_fake
-    def _(k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, keep, final, documents, by):  # type: ignore[no-untyped-def]
+    def _(  # type: ignore[no-untyped-def]
+        k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, keep, final, documents, by
+    ):
         tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
         y, after, kept = last[by].results(passed(tensors, weights, size, group, keep, final, documents))
         return [y, *after, *kept]
@@ -253,7 +255,9 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
             return chosen(by, call).backward(call, kept, dy, dweights)
 
     @backward.register_fake
-    def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, documents, by):  # type: ignore[no-untyped-def]
+    def _(  # type: ignore[no-untyped-def]
+        dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, documents, by
+    ):
         tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa)))
         others = [x for x in (tau, scale, shift, *weights) if x is not None]
         return [*(x for x in tokens.tensors if x is not None), *(x.new_empty(x.shape) for x in others)]

@@ -26,7 +26,7 @@ class GlobalEstimator(NonParametric, takes=()):
     |---|---|---|
     | exponential, exp(q·k / h) | Σ_s κ(q, k_s) | self-attention |
     | linear, q·k / h, after elu + 1 | Σ_s κ(q, k_s) | linear attention of Katharopoulos et al. (arXiv 2006.16236) |
-    | linear, q·k / h | N tokens | linear attention with the identity map, `q (kᵀv) / (N d)` (arXiv 2310.13807, Sec. 5) |
+    | linear, q·k / h | N tokens | linear attention, the identity map: `q (kᵀv) / (N d)` (arXiv 2310.13807, Sec. 5) |
 
     Args:
         kernel: `exponential` or `linear`; the latter never makes the N × N matrix.

@@ -77,7 +77,8 @@ def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, 
         By number of the block, from 1: `[T + 1]` losses, averaged over images and tokens and summed over heads.
     """
     found: dict[int, Tensor] = {}
-    layers: dict[int, Any] = {number: block.attn.layer for number, block in enumerate(model.blocks, start=1)}  # type: ignore[union-attr]
+    blocks: Any = model.blocks
+    layers: dict[int, Any] = {number: block.attn.layer for number, block in enumerate(blocks, start=1)}
     layers = {n: one for n, one in layers.items() if learns(one) and one.optimizer.read == "final"}
 
     def measure(number: int, x: Tensor, _: Any) -> None:

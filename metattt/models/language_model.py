@@ -294,7 +294,8 @@ class LanguageModel(Backbone):
                 f"state is a {type(state).__name__}, expected what an earlier call of the model has returned, or None"
             ) from error
         for tail in () if state is None else state.tails:
-            if tail is not None and (not isinstance(tail, Tensor) or tail.shape[::2] != (len(ids), self.dim)):  # type: ignore[arg-type]
+            shape = (len(ids), self.dim)  # type: ignore[arg-type]
+            if tail is not None and (not isinstance(tail, Tensor) or tail.shape[::2] != shape):
                 raise MetaTTTError("the state is of another model or batch: start with state=None") from error
 
     def _require_causal(self) -> None:

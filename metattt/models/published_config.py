@@ -19,7 +19,7 @@ from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
 
-JAX_LAYERS = {  # seq_modeling_block of the JAX trainer: (ttt_layer_type, whether q and k are shared and the output gated)
+JAX_LAYERS = {  # seq_modeling_block of the JAX trainer: ttt_layer_type, whether q and k are shared and the output gated
     "ttt_linear": ("linear", True),
     "ttt_mlp": ("mlp", True),
     "ttt_linear_base": ("linear", False),
@@ -128,7 +128,8 @@ class PublishedConfig:
         differences = _differences(model, config.build(), "")
         if differences:
             once = {re.sub(r"^blocks\.\d+", "", one): one for one in reversed(differences)}  # of many blocks, the first
-            raise MetaTTTError("this model cannot be written as a published one; it differs in " + ", ".join(reversed(once.values())))
+            found = ", ".join(reversed(once.values()))
+            raise MetaTTTError(f"this model cannot be written as a published one; it differs in {found}")
         return config
 
     def compose(self) -> DictConfig:

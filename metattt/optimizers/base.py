@@ -47,8 +47,8 @@ class InnerOptimizer(Component, ABC):
     `BlockRule`s (`metattt/optimizers/block.py`), with other defaults.
 
     Args:
-        mini_batch_size: b, tokens per commit of the weights; None: all tokens of a call (of each document in it) are one
-            mini-batch, committed at the end of the call. A split of a sequence into calls is then part of the rule.
+        mini_batch_size: b, tokens per commit of the weights; None: all tokens of a call (of each document in it) are
+            one mini-batch, committed at the end of the call. A split of a sequence into calls is then part of the rule.
         anchor: where gradients are taken: at the last commit (`minibatch`), at the newest weights (`online`), or always
             at the weights the sequence started with (`batch`).
         read: the weights that query t sees: `inclusive` W_t, `exclusive` W_{t−1}, `previous` the last commit before its

@@ -27,8 +27,8 @@ def check_together(rule: InnerOptimizer) -> None:
         )
     if rule.mini_batch_size == WHOLE_CALL and read == "committed":
         raise MetaTTTError(
-            "optimizer.mini_batch_size=null commits at the end of a call, and optimizer.read=committed shows that to its "
-            "last token alone: set optimizer.read=previous or block"
+            "optimizer.mini_batch_size=null commits at the end of a call, and optimizer.read=committed shows that to "
+            "its last token alone: set optimizer.read=previous or block"
         )
     if rule.gradient_at == "decayed" and anchor != "online":
         raise MetaTTTError(

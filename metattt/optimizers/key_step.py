@@ -1,4 +1,4 @@
-"""Delta rules whose step size depends on the length of the key: exact integration of a token, and projection onto it."""
+"""Delta rules whose step size depends on the length of the key: exact integration of a token, and projection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KeyStep(Momentum, takes=TAKEN):
 
     | step | η_t becomes | what it does |
     |---|---|---|
-    | `exact` | (1 − exp(−η_t λ_t))/λ_t | follows `dW/dt = −∇ℓ_t(W)` of a linear map for the time η_t (EFLA, arXiv 2512.12602) |
+    | `exact` | (1 − exp(−η_t λ_t))/λ_t | follows `dW/dt = −∇ℓ_t(W)` for the time η_t (EFLA, arXiv 2512.12602) |
     | `projection` | η_t/(λ_t + ε) | with η = 1 the answer to k_t becomes v_t (Kaczmarz, arXiv 2605.08587) |
 
     Args:

@@ -24,7 +24,8 @@ TAKEN = ("mini_batch_size", "anchor", "read", "steps", "base_lr", "lr", "lr_scal
 
 @register(group="optimizer", name="momentum")
 class Momentum(GradientDescent, takes=TAKEN):
-    """`S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, with gates that are constant or learned from the token.
+    """`S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, with gates that are constant or learned from the
+    token.
 
     Args:
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.

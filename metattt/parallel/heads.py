@@ -152,7 +152,7 @@ def axis_of(layer: TTTLayer, name: str, parameter: Tensor) -> int | None:
     if name.startswith("out."):
         return 1 if name == "out.weight" else None
     if name.startswith("gate.0.") or (name == "norm.weight" and isinstance(layer.norm, HeadRMSNorm)):
-        return None  # the first map of a gate of low rank, and a scale that heads share: of a width that may be H by chance
+        return None  # the first map of a gate of low rank, and a scale that heads share: its width may be H by chance
     return 0 if parameter.shape[0] in (layer.num_heads, layer.dim) else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,7 +39,8 @@ class Views(NamedTuple):
         copies = self.q.shape[1] // self.k.shape[1]
         if copies == 1:
             return self
-        return Views(*(x if x is None or x is self.q else x.repeat_interleave(copies, 1) for x in self))  # type: ignore[arg-type]
+        copied: list[Any] = [x if x is None or x is self.q else x.repeat_interleave(copies, 1) for x in self]
+        return Views(*copied)
 
 
 class Task(Component, ABC):

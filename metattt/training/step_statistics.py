@@ -29,7 +29,7 @@ class StepStatistics(lightning.Callback):
     |---|---|
     | `tokens_per_second`, `images_per_second` | over all processes |
     | `gradient_norm` | before clipping |
-    | `model_tflops_per_second` | 10¹² operations a second and device that the model needs: forward, inner loops included, times three |
+    | `model_tflops_per_second` | 10¹² operations a second and device that the model needs: its forward pass, times 3 |
     | `peak_memory_gib` | of this process: of the GPU, or of the machine |
 
     Recomputation to save memory is not counted. Columns that need times start with the second step.

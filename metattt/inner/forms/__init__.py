@@ -3,8 +3,8 @@
 | form | how |
 |---|---|
 | `primal` | per-token gradients and per-token weights, token by token: the oracle |
-| `dual` | one backward pass gives every token's output gradients; queries read through matmuls, no per-token weight exists |
-| `summed` | the gradient of a weighted sum of losses: for reads that need no per-token weights; any function of the weights |
+| `dual` | one backward pass gives every token's output gradients; queries read through matmuls of them |
+| `summed` | the gradient of a weighted sum of losses: for reads without per-token weights; any function of them |
 
 Two forms differ from `dual` in how they compute the gradients: `solved`, where an online rule is a triangular system,
 and `mixed`, for learners that mix tokens. Each is a function of `InnerLoop`

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,8 @@ def chunk(
             step[name] = -expand_like(eta, g[:, t]) * g[:, t]
         before = rule.current(memory, phase + t) if read == "exclusive" or "update" not in slots else {}
         if "update" in slots:
-            one = Gates(*[None if gate is None else gate[:, :, t : t + 1] for gate in tokens.gates])  # type: ignore[arg-type]
+            at: list[Any] = [None if gate is None else gate[:, :, t : t + 1] for gate in tokens.gates]
+            one = Gates(*at)
             kept = rule.coefficients(one, phase + t, memory, None).advance["update"][0].get("update")
             memory = memory | {"update": _add(_scaled(memory.get("update"), kept), step)}
         else:

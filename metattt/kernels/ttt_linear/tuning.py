@@ -41,8 +41,8 @@ KERNELS = {
 }  #: launches of each pass in each form
 #: bytes of shared memory of the largest launch, forward or backward, by (d, b) as padded and bytes of an operand: what
 #: Triton 3.6 and 3.9 compile for compute capability 9.0 takes at most that (`tests/compiled_kernels.py shared`). Others
-#: take at most `LITTLE`. (Walks of fp32 take less since the backward pass is in two steps, with d 128 and b 64 229,376: that
-#: is not used before such a walk has been timed on a card.)
+#: take at most `LITTLE`. (Walks of fp32 take less since the backward pass is in two steps, with d 128 and b 64 229,376:
+#: that is not used before such a walk has been timed on a card.)
 SHARED: dict[tuple[int, int, int], dict[Form, int]] = {
     (128, 64, 4): {"walk": 425_984, "chain": 294_912},
     (128, 32, 4): {"walk": 237_568, "chain": 204_800},

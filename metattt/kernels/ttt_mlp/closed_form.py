@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -176,7 +176,8 @@ def _walk(group: Group, weights: Sequence[Tensor]) -> Walk:
         for stack, left, right in zip(kept, lefts, rights, strict=True):
             torch.baddbmm(stack[i] if decay is None else decay * stack[i], left, right, alpha=-1, out=stack[i + 1])
     after = [stack[count].clone() for stack in kept]  # not to keep the whole stacks alive
-    w1, b1, w2, b2 = (None if stack is None else stack[:count] for stack in (w1, b1, w2, b2))  # type: ignore[assignment]
+    starts: list[Any] = [None if stack is None else stack[:count] for stack in (w1, b1, w2, b2)]
+    w1, b1, w2, b2 = starts
     return Walk(w1, b1, w2, b2, z1, x2, e, g1, torch.stack([step.value for step in steps]), steps, after)
 
 

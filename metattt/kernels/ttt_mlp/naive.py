@@ -72,7 +72,8 @@ def naive_ttt_mlp(
     o = torch.stack(rows) if cu_seqlens is None else torch.cat(rows).unsqueeze(0)
     if not output_final_state:
         return o, None
-    return o, FinalState(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*states, strict=True)))  # type: ignore[arg-type]
+    stacked: list[Any] = [None if parts[0] is None else torch.stack(parts) for parts in zip(*states, strict=True)]
+    return o, FinalState(*stacked)
 
 
 def _mini_batch(

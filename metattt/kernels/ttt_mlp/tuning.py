@@ -38,16 +38,17 @@ class Config(NamedTuple):
 
 SEGMENT = 16  # mini-batches between two copies of the weights that the forward pass keeps for the backward pass
 PROGRAMS = 264  # that recompute segments at the same time, at most: two per multiprocessor of an H100 or H200
-#: From so many programs (sequences · heads) per multiprocessor on, one program per sequence and head does everything. Forward:
-#: a multiprocessor holds one program, and with more of them than multiprocessors none is left idle to read. Backward: the split
-#: pass computes less, but keeps about 2.5 times as many bytes for a group of segments.
+#: From so many programs (sequences · heads) per multiprocessor on, one program per sequence and head does everything.
+#: Forward: a multiprocessor holds one program, and with more of them than multiprocessors none is left idle to read.
+#: Backward: the split pass computes less, but keeps about 2.5 times as many bytes for a group of segments.
 FULL = {"forward": 1, "backward": 2}
 
 TABLE: dict[str, Sequence[Any]] = {}  #: `key` → fields of `Config`
 
-#: (d, b, bytes of an operand), d and b padded → most bytes of shared memory of a program of any kernel of the two passes,
-#: as compiled for compute capability 9.0 by the Triton that takes most of 3.6, 3.8 and 3.9; a smaller b has the figure of a
-#: larger one where only that was compiled. `tests/kernels/test_triton_launches.py` compiles the largest that are accepted.
+#: (d, b, bytes of an operand), d and b padded → most bytes of shared memory of a program of any kernel of the two
+#: passes, as compiled for compute capability 9.0 by the Triton that takes most of 3.6, 3.8 and 3.9; a smaller b has the
+#: figure of a larger one where only that was compiled. `tests/kernels/test_triton_launches.py` compiles the largest
+#: that are accepted.
 SHARED: dict[tuple[int, int, int], int] = {
     **{(32, b, 2): 118_784 for b in (16, 32, 64)},
     (64, 16, 2): 166_400,
