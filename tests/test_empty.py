@@ -69,6 +69,10 @@ def test_a_row_without_tokens(name: str) -> None:
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[1] = False
     mask[2, :3] = False
+    if name == "vittt":  # padding is no part of an image
+        with pytest.raises(MetaTTTError, match="would let them see padding: make it causal, or give sequences of one"):
+            layer(x, mask=mask)
+        return
 
     def call(rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         torch.manual_seed(0)

@@ -33,7 +33,7 @@ MISTAKES = [  # the command, and words that its message must have: the value, wh
     ("train --confg-dir x", ["--confg-dir"]),
     ("eval", ["checkpoint=<"]),
     ("generate checkpoint=/no/run prompt=once", ["/no/run", "does not exist"]),
-    ("predict checkpoint=/no/run", ["/no/run", "does not exist"]),
+    ("predict checkpoint=/no/run source={folder}", ["/no/run", "does not exist"]),
     ("runs /no/folder", ["/no/folder"]),
     ("layers layer=nothing", ["nothing", "layer"]),
     ("trian", ["trian", "metattt train"]),

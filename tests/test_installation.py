@@ -91,6 +91,8 @@ def test_the_core_brings_no_library_of_an_extra(tmp_path: Path) -> None:
 def test_without_extras(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").touch()
     prepare = ["prepare", f"target={tmp_path / 'shards'}"]
+    size = ["dim=16", "num_heads=2"]
+    work = [["check", "learner=linear", *size], ["layers", *size], ["bench", *size, "length=16", "rounds=1"]]
     refused = {
         "train": ["train"],
         "text": [*prepare, "source=text.parquet"],

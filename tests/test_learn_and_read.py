@@ -18,7 +18,7 @@ SMALL = ("atlas", "lact", "lact_block", "titans", "ttt_linear", "ttt_mlp", "nest
 PREVIOUS = ("lact", "nested_transformer", "nested_ttt", "ttt3r")  # what their queries read
 COMMITTED = ("atlas", "memora", "moneta", "titans")
 OTHERS = {  # a call answers at its end; log-linear reads change their levels; recurrences, and two layers in one
-    *("mttt_linear", "mttt_mlp", "self_attention", "linear_attention_image", "linear_attention_elu_image"),
+    *("mttt_linear", "mttt_mlp", "vittt", "self_attention", "linear_attention_image", "linear_attention_elu_image"),
     *("log_linear_mamba2", "log_linear_gated_delta_net", "longhorn", "mamba", "mamba2_mixer", "lact_block", "titans_mag", "titans_mal"),
 }
 INCLUSIVE = sorted(set(known_layers()) - OTHERS - {*PREVIOUS, *COMMITTED})

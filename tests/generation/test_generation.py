@@ -16,7 +16,7 @@ from metattt.generation.text import Continuation, generate_text
 from metattt.models import LanguageModel
 
 TOKENIZER = ByteTokenizer()
-NOT_CAUSAL = {"mttt_linear", "mttt_mlp", "self_attention", "linear_attention_image", "linear_attention_elu_image"}
+NOT_CAUSAL = {"mttt_linear", "mttt_mlp", "vittt", "self_attention", "linear_attention_image", "linear_attention_elu_image"}
 CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL]
 
 
