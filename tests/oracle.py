@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from oracle_parts import Pair, Weights, settings
 from torch import Tensor
 
+from metattt.state import WHOLE_CALL
+
 RULES = (
     *("GradientDescent", "Momentum", "DeltaGradientDescent", "ChannelDecay", "Preconditioned", "StateGated", "KeyStep"),
     *("WholeSequence", "BlockMomentum", "Bounded", "Sign", "Adam", "MirrorDescent", "Append"),
@@ -33,6 +35,7 @@ NOT_COVERED = {
     "task.seed=null or optimizer.seed=null": "the numbers are drawn anew for every sequence or call",
     "learner=module with norms or attention": "torch's own have wrong third derivatives, and none could be compared",
     "learner=depthwise": "tokens see later ones; test_vittt.py compares it with torch's convolution and released code",
+    "optimizer.mini_batch_size=null": "a mini-batch is a call; inner/test_whole_call.py compares it with one of that size",
     "optimizer=preconditioned with several pairs": "the curvature is that of one key a token",
 }
 
@@ -45,6 +48,7 @@ def not_covered(layer: Any) -> str | None:
     known = hasattr(parts.Tokens, f"of_{task.kind.lower()}") and learner.kind in (*parts.LEARNERS, "NestedTTT")
     found = {
         "learner=depthwise": learner.kind == "Depthwise",
+        "optimizer.mini_batch_size=null": layer.optimizer.mini_batch_size == WHOLE_CALL,
         "parts of third parties": not known or rule.kind not in RULES,
             "learner=recurrent_ridge, stopped early": steps and (learner.iterations < steps or learner.tolerance > 0),
         "task.seed=null or optimizer.seed=null": (noisy and task.seed is None) or (sampled and rule.seed is None),
