@@ -199,7 +199,11 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tokenizer(folder: Path) -> str | None:
-    """The text of the tokenizer.json in a folder; None if there is none."""
+    """The text of the tokenizer.json in a folder; None if there is none.
+
+    Raises:
+        MetaTTTError: it cannot be read.
+    """
     file = folder / TOKENIZER
     return read_text(inside(folder, TOKENIZER)) if file.exists() or file.is_symlink() else None
 
@@ -324,7 +328,11 @@ def write_model(folder: Path, record: Mapping[str, Any], tensors: Mapping[str, T
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when all that the block wrote into it is on the disk."""
+    """A folder that gets its name when all that the block wrote into it is on the disk.
+
+    Raises:
+        MetaTTTError: it cannot be written.
+    """
     new = folder.with_name(folder.name + NEW)
     try:
         clear(new)

@@ -47,7 +47,11 @@ def _entries(run_folder: Path) -> list[Path]:
 
 
 def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
-    """The newest checkpoint of a run that `verify` raises no MetaTTTError for; newer ones are named on stderr."""
+    """The newest checkpoint of a run that `verify` raises no MetaTTTError for; newer ones are named on stderr.
+
+    Raises:
+        MetaTTTError: all of them are damaged.
+    """
     reason: MetaTTTError | None = None
     passed: list[str] = []
     for _, path in steps(run_folder):

@@ -190,7 +190,11 @@ def _compared(model: LanguageModel, found: Weights, complaint: str) -> dict[str,
 
 
 def check_resumed(file: Path, config: DictConfig) -> None:
-    """Compares a run's configuration with the shapes of the weights in its checkpoint; no tensors are read."""
+    """Compares a run's configuration with the shapes of the weights in its checkpoint; no tensors are read.
+
+    Raises:
+        MetaTTTError: sizes that they do not have.
+    """
     held = {name.removeprefix(PREFIX): shape for name, shape in shapes(file).items() if name.startswith(PREFIX)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
     found = Weights(Trained(file, config, None), tensors, "ours", True)
@@ -198,7 +202,11 @@ def check_resumed(file: Path, config: DictConfig) -> None:
 
 
 def check_shapes(found: Weights, complaint: str) -> None:
-    """Compares the shapes that a configuration asks for with those of the weights, before any is allocated."""
+    """Compares the shapes that a configuration asks for with those of the weights, before any is allocated.
+
+    Raises:
+        MetaTTTError: `complaint`, and what does not fit.
+    """
     check_amounts(found.about.config, found.about.path, len(found.tensors))
     try:
         with torch.random.fork_rng(devices=[]):

@@ -205,7 +205,11 @@ class ImageData(Images):
 
     def open(self, name: str, found: Dataset[Any] | None = None) -> None:
         """Opens one split without the others; or takes a data set of pairs (image, label) for it, whose `transform` the
-        loader sets."""
+        loader sets.
+
+        Raises:
+            MetaTTTError: no images.
+        """
         self._datasets[name] = self._dataset(name) if found is None else found
 
     def _dataset(self, name: str) -> Dataset[Any]:

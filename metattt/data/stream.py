@@ -65,7 +65,11 @@ class Reader:
         return {"place": self.place, "used": self.length - len(self.rest)}
 
     def go_to(self, bookmark: Mapping[str, Any]) -> None:
-        """Goes on from a bookmark of the same stream."""
+        """Goes on from a bookmark of the same stream.
+
+        Raises:
+            MetaTTTError: the stream has no such place.
+        """
         self._documents, used = self._endless(bookmark["place"]), bookmark["used"]
         tokens = next(self._documents) if used else np.empty(0, np.int64)
         if len(tokens) < used:
@@ -286,7 +290,11 @@ class StreamData(WindowData):
         return self._sample
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Windows for the whole run, from those at `place.done` on."""
+        """Windows for the whole run, from those at `place.done` on.
+
+        Raises:
+            MetaTTTError: a run without a number of steps.
+        """
         self.setup()
         assert self._train is not None
         if self.place.total is None:

@@ -53,7 +53,11 @@ class RunCell:
     sweeper: int
 
     def __call__(self, cfg: DictConfig) -> float:
-        """Runs the cell, unless it has finished before; returns the last value of the objective, or NaN."""
+        """Runs the cell, unless it has finished before; returns the last value of the objective, or NaN.
+
+        Raises:
+            CellFailed: it has not finished, and `raises`.
+        """
         hydra = HydraConfig.get()
         folder, fixed_keys = Path(hydra.runtime.output_dir), set(map(key_of, self.fixed))
         fixed = [f"metattt {self.command}", *self.fixed]

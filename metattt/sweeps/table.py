@@ -63,7 +63,11 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """The run in a folder, and what is known of it."""
+    """The run in a folder, and what is known of it.
+
+    Raises:
+        MetaTTTError: a file of a sweep that is damaged.
+    """
     cell = read_cell(folder)
     pairs = [one.partition("=") for one in cell.swept] if cell else []
     swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
@@ -72,7 +76,14 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def runs(cfg: DictConfig) -> None:
-    """Prints the table of the runs in a folder, and writes its files; `cfg` is `configs/runs.yaml`."""
+    """Prints the table of the runs in a folder, and writes its files; `cfg` is `configs/runs.yaml`.
+
+    Args:
+        cfg: `configs/runs.yaml`.
+
+    Raises:
+        MetaTTTError: no such folder, no runs in it, or no such column.
+    """
     if OmegaConf.is_missing(cfg, "folder"):
         raise MetaTTTError("no folder is given: metattt runs <folder of a sweep, or of runs>")
     folder = path_of(cfg.folder, "folder")
@@ -137,7 +148,11 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
 
 
 def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Iterator[Run]:
-    """The runs below a folder."""
+    """The runs below a folder.
+
+    Raises:
+        MetaTTTError: a file of a sweep that is damaged.
+    """
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue

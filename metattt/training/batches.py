@@ -57,7 +57,11 @@ def plan_batches(
 
 
 def batch_share(trainer: lightning.Trainer) -> tuple[int, int]:
-    """This process's place among those that read different windows, and their number."""
+    """This process's place among those that read different windows, and their number.
+
+    Raises:
+        MetaTTTError: as `shares`.
+    """
     found = {name: getattr(trainer.strategy, name, 1) for name in ("time_ranks", "tensor_ranks")}
     count = shares(trainer.world_size, **found)
     return trainer.global_rank * count // trainer.world_size, count

@@ -49,7 +49,11 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Adds a row."""
+        """Adds a row.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         row = {STEP: str(step), **{name: str(_number(value)) for name, value in metrics.items()}}
         if not set(row) <= set(self.columns):
             self._write_anew(sorted({*self.columns, *row}), read_rows(self.path)[0] if self.columns else [])
@@ -59,7 +63,11 @@ class CSVLog(Logger):
         self._file.flush()
 
     def sync(self) -> None:
-        """Writes all rows to the disk, before a checkpoint is written."""
+        """Writes all rows to the disk, before a checkpoint is written.
+
+        Raises:
+            OSError: the disk is full.
+        """
         if self._file is not None:
             os.fsync(self._file.fileno())
 

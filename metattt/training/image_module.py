@@ -78,7 +78,15 @@ class ImageClassification(OuterLoop):
 
 
 class ImageJob(Job):
-    """Image classification."""
+    """Image classification.
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data module; read and checked against the model here.
+
+    Raises:
+        MetaTTTError: images that cannot be read, or of another size, other channels or more classes than the model's.
+    """
 
     kind = unit = "images"
 

@@ -32,6 +32,9 @@ class InnerHealth(lightning.Callback):
     Args:
         every: validations between two checks; 0: no checks.
         windows: of the first validation batch (or images).
+
+    Raises:
+        MetaTTTError: a number that is not allowed.
     """
 
     def __init__(self, every: int = 1, windows: int = 2):

@@ -24,6 +24,10 @@ class InnerWarmup(lightning.Callback):
 
     Args:
         start: size of the rate at the first step.
+
+    Raises:
+        MetaTTTError: a start that is not positive; when training starts: a model without an inner learning rate, or
+        with one of 0.
     """
 
     def __init__(self, start: float = 0.01):

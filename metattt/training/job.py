@@ -154,7 +154,11 @@ class Job:
         raise NotImplementedError
 
     def prepare(self, trainer: lightning.Trainer) -> None:
-        """Divides the batch among the trainer's processes, and counts the steps between validations over all passes."""
+        """Divides the batch among the trainer's processes, and counts the steps between validations over all passes.
+
+        Raises:
+            MetaTTTError: a batch that cannot be divided, or a trainer for text.
+        """
         if self.cfg.batch_tokens is not None:
             raise MetaTTTError("batch_tokens is for text: set data.batch_size and trainer.accumulate_grad_batches")
         if hasattr(trainer.strategy, "on_block"):  # it divides language models, whose blocks it looks at

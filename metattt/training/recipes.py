@@ -34,6 +34,9 @@ class AdamW(Declared):
         truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
             (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
             whole window. None: all chunks, the exact gradient.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
     """
 
     _group = "training"
@@ -103,6 +106,9 @@ class TimmRecipe(Declared):
         weight_decay: of kernels. Biases, norms, gates and position tables do not decay.
         warmup_steps: steps with a rising learning rate; then it falls to zero along a cosine.
         mixup: α of mixup; 0 is none.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
     """
 
     _group = "training"

@@ -52,6 +52,8 @@ class Checkpoints(lightning.Callback):
         keep: number of the last checkpoints that are kept.
         best: the metric of the validation whose lowest value makes a checkpoint that is kept as well; null: none.
 
+    Raises:
+        MetaTTTError: a number that is not allowed; after a validation: a metric that is not logged.
     """
 
     def __init__(

@@ -50,7 +50,15 @@ class LabelledSequences(OuterLoop):
 
 
 class SequenceJob(Job):
-    """Prediction of the labels of synthetic sequences."""
+    """Prediction of the labels of synthetic sequences.
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data; checked against the model here.
+
+    Raises:
+        MetaTTTError: a model that does not read these sequences.
+    """
 
     def __init__(self, cfg: DictConfig, data: SequenceData):
         super().__init__(cfg, data)

@@ -198,7 +198,15 @@ def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 class TextJob(Job):
-    """Next-token prediction on windows of text."""
+    """Next-token prediction on windows of text.
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data module; read and checked against the model's vocabulary here.
+
+    Raises:
+        MetaTTTError: text that cannot be used, or that has more tokens than the model.
+    """
 
     kind, unit, in_parts = "text", "tokens", True
 
@@ -220,6 +228,11 @@ class TextJob(Job):
             )
 
     def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
+        """The Lightning module.
+
+        Raises:
+            MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
+        """
         if not isinstance(recipe, AdamW):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model
