@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -17,6 +17,7 @@ OUTPUT = "output.txt"  # in the folder of a cell: what it wrote to the terminal
 LONGEST_NAME = 120  # characters of a cell's folder; file systems allow 255 bytes
 
 State = Literal["running", "finished", "failed", "stopped"]
+TYPES: dict[str, Any] = {"swept": list, "fixed": list, "state": str, "message": str, "seconds": int | float}
 
 
 class Cell(NamedTuple):
@@ -63,7 +64,12 @@ def read_cell(folder: Path) -> Cell | None:
     if not file.exists():
         return None
     content = read_object(file, 2**26)
-    if content.pop("version", None) != 1 or content.keys() != set(Cell._fields):
+    good = content.pop("version", None) == 1 and content.keys() == TYPES.keys()
+    if (
+        not good
+        or not all(isinstance(content[key], kind) for key, kind in TYPES.items())
+        or not all(isinstance(one, str) for one in (*content["swept"], *content["fixed"]))
+    ):
         raise MetaTTTError(
             f"{file} was not written by a sweep of this version: move it, or choose another hydra.sweep.dir"
         )

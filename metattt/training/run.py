@@ -17,13 +17,18 @@ from metattt.checkpoints import rolling
 from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.record import RECORD, modules, record_config
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
-from metattt.errors import MetaTTTError, check_number
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.io import read_text, write_whole
 from metattt.locking import FolderLock
 from metattt.metrics_file import STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
 
 AUTO = "auto"  # resume=auto
+LEAST = {
+    "max_steps": -1, "max_epochs": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1,
+    "log_every_n_steps": 0,
+}  # fmt: skip
+"""Integers of Lightning's Trainer, which takes others and fails on them later, without their names."""
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people."""
 LOG = "metrics.csv"
@@ -55,13 +60,13 @@ class Start(NamedTuple):
 
 def check_given(cfg: DictConfig) -> None:
     """Raises an error for settings that exclude each other, or that Lightning would accept but train nothing with."""
-    for key in ("resume", "output_dir"):
-        if cfg[key] == "":
-            raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
     if cfg.resume == AUTO and not cfg.output_dir:
         raise MetaTTTError(f"resume={AUTO} resumes the run in output_dir, or starts it there: add output_dir=<folder>")
     if cfg.resume == AUTO and cfg.overwrite:
         raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
+    for key, least in LEAST.items():
+        if cfg.trainer.get(key) is not None:
+            check_integer(f"trainer.{key}", cfg.trainer[key], least)
     for key in ("max_steps", "max_epochs", "val_check_interval"):
         if cfg.trainer.get(key) == 0:
             raise MetaTTTError(

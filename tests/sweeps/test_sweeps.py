@@ -196,7 +196,8 @@ def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
     write_cell(tmp_path, cell)
     assert read_cell(tmp_path) == cell
     good = json.loads((tmp_path / CELL).read_text())
-    for damaged in ("", "[]", "{", json.dumps(good | {"version": 2}), json.dumps(good | {"more": 2})):
+    others: list[dict[str, object]] = [{"version": 2}, {"more": 2}, {"swept": 5}, {"fixed": [1]}, {"seconds": "long"}]
+    for damaged in ("", "[]", "{", *(json.dumps(good | other) for other in others)):
         (tmp_path / CELL).write_text(damaged)
         with pytest.raises(MetaTTTError, match=CELL):
             read_cell(tmp_path)
