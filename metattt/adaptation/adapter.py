@@ -23,6 +23,7 @@ from metattt.optimizers.block import BlockRule
 from metattt.state import map_tensors, tensors_of
 
 Ids = Tensor | Sequence[Tensor]
+Seen = tuple[tuple[int, int], ...]
 
 
 class Adapted(NamedTuple):
@@ -35,6 +36,8 @@ class Adapted(NamedTuple):
         waiting: tokens of the open mini-batch.
         ends: length of each document, where it has ended; else None.
         model: state of a `LanguageModel` before the open mini-batch; None: none is carried.
+        documents: their numbers, counted from the first that the adapter has read.
+        seen: what the weights of each have learned: numbers of documents, and up to which token (exclusive).
     """
 
     weights: Memory
@@ -43,21 +46,29 @@ class Adapted(NamedTuple):
     waiting: int
     ends: tuple[int | None, ...]
     model: Any
+    documents: tuple[int, ...]
+    seen: tuple[Seen, ...]
 
 
 torch.serialization.add_safe_globals([Adapted])
 
 
 class Score(NamedTuple):
-    """Predictions of tokens.
+    """Predictions of tokens, and what the weights that made them had learned.
 
     Attributes:
         nats: `[B, n]` cross-entropy of every token; NaN for the first of a document, which nothing predicts, and for
             padding.
+        documents: numbers of the documents.
+        start: position of the first token in its document.
+        seen: for every mini-batch of the tokens: its first column, and for every row what the weights had learned.
         logits: `[B, n, V]` of the tokens, if they were asked for.
     """
 
     nats: Tensor
+    documents: tuple[int, ...]
+    start: int
+    seen: tuple[tuple[int, tuple[Seen, ...]], ...]
     logits: Tensor | None = None
 
 
@@ -122,6 +133,7 @@ class Adapter:
                 f"{most} positions of the model: lower context or the rule's mini_batch_size"
             )
         self.state: Adapted | None = None
+        self._documents = 0
 
     def reset(self) -> None:
         """Forgets everything: the next tokens begin new documents with the model's own weights."""
@@ -135,8 +147,11 @@ class Adapter:
         state = self.state
         if state.waiting > (state.position == 0):  # a first token alone predicts nothing
             state = self._learned(state, state.waiting, False)[1]
-        none = (None,) * len(state.tokens)
-        self.state = state._replace(tokens=state.tokens[:, :0], position=0, waiting=0, ends=none, model=None)
+        documents = self._numbers(len(state.tokens))
+        self.state = state._replace(
+            tokens=state.tokens[:, :0], position=0, waiting=0, ends=(None,) * len(documents), model=None,
+            documents=documents,
+        )  # fmt: skip
 
     def read(self, ids: Ids, logits: bool = False) -> Score:
         """Scores the next tokens of the documents, mini-batch by mini-batch, and learns each after it was scored.
@@ -154,11 +169,11 @@ class Adapter:
     def score(self, ids: Ids, logits: bool = False) -> Score:
         """Scores the next tokens with the weights as they are. Nothing is learned, and the documents stay where they
         are. Arguments and errors are those of `read`."""
-        before = self.state
+        before = self.state, self._documents
         try:
             return self._advance(ids, learns=False, scores=True, logits=logits)
         finally:
-            self.state = before
+            self.state, self._documents = before
 
     def learn(self, ids: Ids) -> None:
         """Learns the next tokens, whose predictions are not wanted. Arguments and errors are those of `read`."""
@@ -211,7 +226,7 @@ class Adapter:
         held = {name: tuple(value.shape[2:]) for name, value in state.weights["commit"].items()}
         if held != {name: tuple(value.shape[1:]) for name, value in self.fast.start.items()}:
             raise MetaTTTError(f"{path} holds other fast weights: make the adapter with the same fast and rank")
-        self.state = state
+        self.state, self._documents = state, max(state.documents) + 1
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
@@ -227,11 +242,13 @@ class Adapter:
         state = state._replace(ends=ends)
         found: list[Tensor] = []
         rows: list[Tensor] = []
+        seen: list[tuple[int, tuple[Seen, ...]]] = []
         done = 0
         while done < count:
             part = ids[:, done : done + size - state.waiting]
             waiting = state.waiting + part.shape[1]
             state = state._replace(tokens=torch.cat([state.tokens, part], dim=1), waiting=waiting)
+            seen.append((done, state.seen))
             if waiting == size and learns:
                 nats, state, values = self._learned(state, part.shape[1], logits)
             elif scores or (waiting == size and self.carries):
@@ -247,7 +264,8 @@ class Adapter:
             rows += [] if values is None else [values]
             done += part.shape[1]
         self.state = state
-        return Score(torch.cat(found, dim=1), torch.cat(rows, dim=1) if logits else None)
+        nats = torch.cat(found, dim=1)
+        return Score(nats, state.documents, start, tuple(seen), torch.cat(rows, dim=1) if logits else None)
 
     def _read(self, state: Adapted, count: int, logits: bool) -> tuple[Tensor, Any, Tensor | None]:
         """Nats of the last `count` tokens, the model's state, and their logits if asked for."""
@@ -276,7 +294,14 @@ class Adapter:
                 memory = self._moved(memory, dict(zip(names, gradients, strict=True)), valid, state)
         nats, values, model = first[0], first[1] if logits else None, refill(made[0], first[1 + logits :])
         scored = self._scored(nats, state, count)
-        after = state._replace(weights=memory, model=model)
+        stop = state.position + state.waiting
+        complete = self._complete(valid, state)
+        seen = tuple(
+            (*(one for one in before if one[0] != document), (document, stop if end is None else min(end, stop)))
+            if taken else before
+            for before, document, end, taken in zip(state.seen, state.documents, state.ends, complete, strict=True)
+        )  # fmt: skip
+        after = state._replace(weights=memory, model=model, seen=seen)
         return scored, after, None if values is None else _last(values, count)
 
     def _moved(self, memory: Memory, gradients: dict[str, Tensor], valid: Tensor, state: Adapted) -> Memory:
@@ -338,7 +363,12 @@ class Adapter:
         memory = self.rule.begin(at_start(self.rule.slots, start.items(), batch, wide))
         device = next(self.base.parameters()).device
         tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
-        return Adapted(memory, tokens, 0, 0, (None,) * batch, None)
+        none = (None,) * batch
+        return Adapted(memory, tokens, 0, 0, none, None, self._numbers(batch), ((),) * batch)
+
+    def _numbers(self, batch: int) -> tuple[int, ...]:
+        first, self._documents = self._documents, self._documents + batch
+        return tuple(range(first, first + batch))
 
 
 def _padded(ids: Ids, device: torch.device) -> tuple[Tensor, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -12,8 +12,8 @@ from torch import Tensor
 
 import metattt
 from metattt import Adapter
-from metattt.adaptation.adapter import Adapted
-from metattt.adaptation.audit import Scorer, leaks, repeated
+from metattt.adaptation.adapter import Adapted, Score
+from metattt.adaptation.audit import Scorer, leaks, repeated, unseen
 from metattt.models import LanguageModel
 from metattt.optimizers import Adam, BlockMomentum
 from metattt.optimizers.block import BlockRule
@@ -27,8 +27,8 @@ RULES: dict[str, Callable[[int], BlockRule]] = {
 
 
 def adapter(
-    size: int = 4, rule: str = "adam", fast: str = "norms", layer: str = "linear_attention", **settings: int,
-) -> Adapter:  # fmt: skip
+    size: int = 4, rule: str = "adam", fast: str = "norms", layer: str = "linear_attention", **settings: int
+) -> Adapter:
     make = partial(metattt.build, layer, dim=8, num_heads=1, seed=0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -136,46 +136,123 @@ def second_epoch(share: float, made: Adapter) -> Scorer:
     return scorer
 
 
-PLANTED: dict[str, Callable[[], Scorer]] = {}
-"""Every leak that `leaks` has to find."""
+def mixed_weights(share: float, made: Adapter) -> Scorer:
+    """Every mini-batch is scored with a little of the weights that the whole document leaves."""
 
-for size, rule in itertools.product((4, 6), RULES):
-    here = partial(adapter, size, rule)
-    for at, ahead in itertools.product(range(2), range(3)):
-        PLANTED[f"order-{at}-{ahead}-{size}-{rule}"] = lambda a=at, n=ahead, h=here, s=size: learned_first(a, s, n, h())
-    PLANTED[f"overlap-{size}-{rule}"] = lambda h=here: learned_first(1, 2, 0, h())
-    PLANTED[f"second-epoch-{size}-{rule}"] = lambda h=here: second_epoch(0.3, h())
-    PLANTED[f"no-reset-{size}-{rule}"] = lambda h=here: honest(h(), carries=True)
-    PLANTED[f"cache-{size}-{rule}"] = lambda h=here: filled_cache(1, h())
-PLANTED |= {f"shift-{by}": lambda n=by: shifted(n, adapter()) for by in (1, 6)}
-FIRST = ("order-0-1-6-momentum", "overlap-4-adam", "second-epoch-6-adam", "no-reset-4-adam", "cache-4-adam", "shift-1")
+    def wrong(number: int, part: Tensor, document: Tensor) -> Tensor:
+        now = state(made)
+        other = adapter(made.rule.mini_batch_size)
+        other.learn(document[None])
+        final = state(other).weights["commit"]
+        mixed = {name: (1 - share) * value + share * final[name] for name, value in now.weights["commit"].items()}
+        return rows(made, part, weights=now.weights | {"commit": mixed})
+
+    return by_mini_batch(made, wrong)
+
+
+def looks_ahead(size: float, whole: bool, made: Adapter) -> Scorer:
+    """Logits are centred by a mean over tokens that come later, too."""
+
+    def scorer(documents: list[Tensor]) -> list[Tensor]:
+        found = []
+        for document, logits in zip(documents, honest(made)(documents), strict=True):
+            parts = [document] if whole else document.split(made.rule.mini_batch_size)
+            mean = torch.cat([part.double().mean().expand(len(part)) for part in parts])
+            found.append(logits.double() + size * mean[:, None])
+        return found
+
+    return scorer
+
+
+def planted() -> Iterator[tuple[str, Callable[[], Scorer]]]:
+    """Name and scorer of every leak that `leaks` has to find."""
+    setups = list(itertools.product((4, 6), RULES))
+    for size, rule in setups:
+        here, name = partial(adapter, size, rule), f"{size}-{rule}"
+        for at in range(4):
+            for length in range(2, size + 1):
+                yield f"overlap-{at}-{length}-{name}", lambda a=at, n=length, h=here: learned_first(a, n, 0, h())
+            yield f"learned-first-{at}-{name}", lambda a=at, h=here, s=size: learned_first(a, s, 0, h())
+        for at, ahead in itertools.product(range(2), (1, 2)):
+            yield f"order-{at}-{ahead}-{name}", lambda a=at, n=ahead, h=here, s=size: learned_first(a, s, n, h())
+        for share in (0.3, 0.5, 1.0):
+            yield f"second-epoch-{share}-{name}", lambda s=share, h=here: second_epoch(s, h())
+        for share in (0.5, 0.1, 0.01, 0.001):
+            yield f"final-weights-{share}-{name}", lambda s=share, h=here: mixed_weights(s, h())
+        for fast in ("norms", "lora", "mlp"):
+            yield f"no-reset-{fast}-{name}", lambda h=here, f=fast: honest(h(fast=f), carries=True)
+    for size, at, layer in itertools.product((4, 6), range(4), ("linear_attention", "ttt_linear")):
+        yield f"cache-{at}-{size}-{layer}", lambda a=at, s=size, name=layer: filled_cache(a, adapter(s, layer=name))
+    for by in range(1, 7):
+        yield f"shift-{by}", lambda n=by: shifted(n, adapter())
+    for power, whole in itertools.product(range(1, 6), (False, True)):
+        yield f"look-ahead-{power}-{whole}", lambda p=power, w=whole: looks_ahead(10.0**-p, w, adapter())
+
+
+PLANTED = dict(planted())
+SHOWN = ("overlap-1-2-4-adam", "order-0-1-6-momentum", "no-reset-norms-4-adam", "cache-1-4-linear_attention", "shift-1")
+
+
+def found(name: str) -> bool:
+    return next(leaks(PLANTED[name](), TEXT, V), None) is not None
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_planted_leak_is_found(name: str) -> None:
+    assert found(name)
+
+
+@pytest.mark.slow
+def test_all_planted_leaks_are_found() -> None:
+    rewound = list(rewinds())
+    copies = list(equal_documents())
+    assert len(PLANTED) + len(rewound) + len(copies) >= 200
+    missed = [name for name in PLANTED if not found(name)]
+    missed += [f"rewind {number}" for number, score in enumerate(rewound) if unseen([score])]
+    missed += [f"copy {number}" for number, (texts, pairs) in enumerate(copies) if repeated(texts) != pairs]
+    assert not missed
+
+
+def rewinds() -> Iterator[Score]:
+    """Scores of tokens by an adapter that was set back to earlier ones, and kept what it had learned."""
+    for size, back in itertools.product((4, 6), range(1, 9)):
+        made = adapter(size)
+        made.learn(TEXT[0][None, : 4 * size])
+        now = state(made)
+        made.state = now._replace(position=max(0, now.position - back))
+        yield made.score(TEXT[0][None, :5])
+
+
+def equal_documents() -> Iterator[tuple[list[Tensor], list[tuple[int, int]]]]:
+    """Texts of which two are equal, and which."""
+    for count in range(2, 6):
+        for first, second in itertools.combinations(range(count), 2):
+            texts = [torch.arange(number, number + 9) for number in range(count)]
+            texts[second] = texts[first].clone()
+            yield texts, [(first, second)]
+
+
+HONEST = {
+    f"{layer}-{fast}-{rule}-{size}-{kind}": (layer, fast, rule, size, kind)
+    for layer, fast, rule, size in (
+        ("linear_attention", "norms", "adam", 4), ("linear_attention", "lora", "momentum", 6),
+        ("ttt_linear", "all", "adam", 4), ("attention", "mlp", "momentum", 5),
+    )
+    for kind in ("alone", "carried", "together", "context")
+}  # fmt: skip
+
+
+FIRST = ("linear_attention-norms-adam-4-carried", "ttt_linear-all-adam-4-together", "attention-mlp-momentum-5-alone")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in PLANTED]
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in HONEST]
 )
-def test_a_planted_leak_is_found(name: str) -> None:
-    assert next(leaks(PLANTED[name](), TEXT, V), None) is not None
-
-
-def test_equal_documents() -> None:
-    texts = [torch.arange(number, number + 9) for number in range(5)]
-    texts[4] = texts[1].clone()
-    assert repeated(texts) == [(1, 4)]
-
-
-HONEST = {  # layer, fast weights, rule, mini-batch, how documents are read
-    "carried": ("linear_attention", "norms", "adam", 4),
-    "together": ("ttt_linear", "all", "adam", 4),
-    "alone": ("attention", "mlp", "momentum", 5),
-    "context": ("linear_attention", "lora", "momentum", 6),
-}
-
-
-@pytest.mark.parametrize("kind", HONEST)
-def test_an_honest_adapter_has_no_leak(kind: str) -> None:
-    layer, fast, rule, size = HONEST[kind]
+def test_an_honest_adapter_has_no_leak(name: str) -> None:
+    layer, fast, rule, size, kind = HONEST[name]
     made = adapter(size, rule, fast, layer, **({"context": 3} if kind == "context" else {}))
+    places = None if name not in FIRST else [3, 4, 6, 20]
     carries = kind == "carried"
-    assert not list(leaks(honest(made, carries, kind == "together"), TEXT, V, [3, 4, 6, 20], carries))
-    assert not repeated(TEXT)
+    assert not list(leaks(honest(made, carries, kind == "together"), TEXT, V, places, carries))
+    made.reset()
+    assert unseen([made.read(part[None]) for part in TEXT[0].split(7)]) and not repeated(TEXT)
