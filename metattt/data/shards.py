@@ -123,7 +123,7 @@ class ShardData(WindowData):
             found, expected = numbers.path.stat().st_size, length * numbers.dtype.itemsize
             if found != expected:
                 raise DamagedTokens(
-                    f"{numbers.path} has {found} bytes and not {expected}: it is half-written, or another"
+                    f"{numbers.path} has {found} bytes and not {expected}: it is half-written, or another file"
                 )
             if self.verify and checksum(numbers.path) != manifest["checksums"][numbers.path.name]:
                 raise DamagedTokens(

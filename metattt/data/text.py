@@ -62,7 +62,7 @@ class TextData(WindowData):
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
         check_number("data.validation_fraction", validation_fraction, above=0, below=1)
-        beside = f" beside data.validation_fraction={validation_fraction}: text is left to train on"
+        beside = f", so that text to train on is left beside data.validation_fraction={validation_fraction}"
         check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction, advice=beside)
         for name, value in (("max_bytes", max_bytes), ("validation_max_bytes", validation_max_bytes)):
             if value is not None:
