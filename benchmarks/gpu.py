@@ -158,8 +158,10 @@ class Results:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-        took = line.get("found", {}).get("ms, median")
-        told = line.get("failed") or ("done" if took is None else f"{took:.3f} ms")
+        found = line.get("found", {})
+        errors = " ".join(f"{name} {found[name]:.1e}" for name in ("outputs", "worst gradient") if name in found)
+        told = line.get("failed") or (f"{found['ms, median']:.3f} ms" if "ms, median" in found else errors or "done")
+        told += "" if found.get("passed", True) else ", FAILED"
         print(f"{line['kind']} of {line['subject']} {_words(line['case'])}: {told}", flush=True)
 
     def take(self, points: list[Point], given: Settings, deadline: float) -> None:

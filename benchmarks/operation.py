@@ -67,7 +67,8 @@ class Operation:
 
     def run(self, plan: Plan) -> Tensor:
         """Predictions `[B, H, T, d]`. Without kernels everything is kept for the backward pass."""
-        loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, None if plan.kernels else 0)
+        group = None if plan.kernels else 0
+        loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, group, self.tokens.k.dtype)
         batch, dtype = len(self.tokens.views.k), self.tokens.gates.eta.dtype
         after = torch.zeros(batch, dtype=torch.long, device=self.cotangent.device)
         return loop.columns(self.tokens, loop.start(batch, dtype), self.blocks, None, after, True)[0]

@@ -127,14 +127,18 @@ def learns(layer: object) -> TypeGuard[TTTLayer]:
 
 @contextmanager
 def before_each(layers: Mapping[int, nn.Module], look: Callable[[int, Tensor, Any], None]) -> Iterator[None]:
-    """In it, every call `layer(x, state)` of one of the layers begins with `look(number, x, state)`."""
+    """In it, every call `layer(x, state)` of one of the layers begins with `look(number, x, state)`.
+
+    Compiled blocks run as written: their code was traced without these hooks.
+    """
 
     def hook(number: int, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         look(number, arguments[0], arguments[1] if len(arguments) > 1 else None)
 
     hooks = [layer.register_forward_pre_hook(partial(hook, number)) for number, layer in layers.items()]
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for one in hooks:
             one.remove()

@@ -230,6 +230,18 @@ def test_curves_of_every_layer_in_one_call_or_in_segments(layer: str) -> None:
     assert list(whole) == [0, 1]
 
 
+def test_curves_of_a_model_whose_blocks_are_compiled() -> None:
+    """As after a run with compile=true: the compiled code was traced without the hooks that look."""
+    model, ids = tiny(), torch.randint(31, (2, 24))
+    expected = inner_loss_curves(model, ids)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with torch.no_grad():
+        model(ids)
+    for index, curves in inner_loss_curves(model, ids).items():
+        torch.testing.assert_close(curves, expected[index])
+
+
 def test_layers_without_curves_say_why() -> None:
     model = tiny("layer=attention")
     assert unmeasured(model) == dict.fromkeys((0, 1), "KernelEstimator keeps its data and has no weights to train")

@@ -81,9 +81,7 @@ def backward_kernel(
     d_k_ptr += row * d_k_b + start * d_k_t + h * d_k_h
     d_eta_ptr += row * d_eta_b + start * d_eta_t + h * d_eta_h
 
-    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
-    square_gamma = gamma * gamma
-    mean_square_gamma = tl.sum(tl.sum(square_gamma, axis=1), axis=0) / D
+    gamma, beta, square_gamma, mean_square_gamma = affine(scale_ptr, shift_ptr, h, features, inside, D)
     _tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     vector = (n * H + h) * D + features
     d_gamma = tl.zeros([DP], tl.float32)
@@ -161,7 +159,7 @@ def backward_kernel(
             k = load_tile(k_at, at, k_t, features, tile)
             z = tl.dot(s_operand, tl.trans(k), acc=bias, input_precision=PRECISION)
             c = tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
-            x, r, _g, m1, m2, hx, hxx = inner_gradient(z, gamma * c, square_gamma, D, EPS)
+            x, r, _g, m1, m2, hx, hxx = inner_gradient(z, gamma * c, square_gamma, mean_square_gamma, D, EPS)
             eta = tl.load(eta_at + at * eta_t, mask=here, other=0)
             d_inner, d_eta, d_g = through_gradient(
                 y, x, r, gamma * c, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D, DP

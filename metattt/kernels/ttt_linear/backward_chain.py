@@ -124,8 +124,7 @@ def outputs_kernel(
     d_read_ptr += position * D
     stats_ptr += position
 
-    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
-    square_gamma = gamma * gamma
+    gamma, beta, square_gamma, mean_square_gamma = affine(scale_ptr, shift_ptr, h, features, inside, D)
     tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     step = tl.where(is_open, 0.0, tau_last)
     anchor_ptr += ((slot + (stop - 1) // SEGMENT) * H + h) * (D + 1) * D
@@ -147,7 +146,7 @@ def outputs_kernel(
         s_operand = s.to(k.dtype)
         z = tl.dot(s_operand, tl.trans(k), acc=bias, input_precision=PRECISION)
         a = gamma * tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
-        x, r, _, m1, m2, hx, hxx = inner_gradient(z, a, square_gamma, D, EPS)
+        x, r, _, m1, m2, hx, hxx = inner_gradient(z, a, square_gamma, mean_square_gamma, D, EPS)
         store_tile(x_ptr, at, D, features, tile, tl.trans(x))
         tl.store(stats_ptr + at, r, mask=here)
         tl.store(stats_ptr + plane + at, m1, mask=here)
@@ -206,9 +205,7 @@ def chain_kernel(
     d_inner_ptr += position * D
     stats_ptr += position
 
-    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
-    square_gamma = gamma * gamma
-    mean_square_gamma = tl.sum(tl.sum(square_gamma, axis=1), axis=0) / D
+    gamma, beta, square_gamma, mean_square_gamma = affine(scale_ptr, shift_ptr, h, features, inside, D)
     _tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     d_s, d_bias = end_cotangents(
         d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP,
@@ -316,7 +313,7 @@ def inputs_kernel(
     d_inner_ptr += position * D
     stats_ptr += position
 
-    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
+    gamma, beta, _, _ = affine(scale_ptr, shift_ptr, h, features, inside, D)
     tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     step = tl.where(is_open, 0.0, tau_last)
     anchor_ptr += ((slot + (stop - 1) // SEGMENT) * H + h) * (D + 1) * D

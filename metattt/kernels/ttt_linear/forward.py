@@ -63,8 +63,7 @@ def forward_kernel(
         weighted_ptr += row * weighted_b + start * weighted_t + h * weighted_h
         anchor_ptr += (slot * H + h) * (D + 1) * D
 
-    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
-    square_gamma = gamma * gamma
+    gamma, beta, square_gamma, mean_square_gamma = affine(scale_ptr, shift_ptr, h, features, inside, D)
     tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     s, s_mean, bias, bias_mean = initial_state(w_ptr, b_ptr, n, h, w_n, b_n, features, inside, D, DP, COLUMNS)
     weighted = tl.zeros([DP, COLUMNS], k_ptr.dtype.element_ty)
@@ -89,7 +88,9 @@ def forward_kernel(
             next_v = load_tile(v_ptr, next_at, v_t, features, next_tile)
 
             s_operand = s.to(k.dtype)
-            weighted = learn(s_operand, bias, k, v, eta, gamma, beta, square_gamma, inside, D, DP, EPS, PRECISION)
+            weighted = learn(
+                s_operand, bias, k, v, eta, gamma, beta, square_gamma, mean_square_gamma, inside, D, DP, EPS, PRECISION
+            )
             z, _, _ = read(s_operand, bias, q, k, weighted, tau, tokens, BIAS, PRECISION)
             step = tl.where((chunk + 1) * SIZE <= length, tau_last, 0.0)
             s, bias = update(s, bias, weighted, step, k, COLUMNS, BIAS, PRECISION)

@@ -58,8 +58,7 @@ def chain_kernel(
     weighted_ptr += row * weighted_b + start * weighted_t + h * weighted_h
     anchor_ptr += (slot * H + h) * (D + 1) * D
 
-    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
-    square_gamma = gamma * gamma
+    gamma, beta, square_gamma, mean_square_gamma = affine(scale_ptr, shift_ptr, h, features, inside, D)
     _tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     s, s_mean, bias, bias_mean = initial_state(w_ptr, b_ptr, n, h, w_n, b_n, features, inside, D, DP, COLUMNS)
     weighted = tl.zeros([DP, COLUMNS], k_ptr.dtype.element_ty)
@@ -78,7 +77,10 @@ def chain_kernel(
             next_k = load_tile(k_ptr, next_at, k_t, features, next_tile)
             next_v = load_tile(v_ptr, next_at, v_t, features, next_tile)
 
-            weighted = learn(s.to(k.dtype), bias, k, v, eta, gamma, beta, square_gamma, inside, D, DP, EPS, PRECISION)
+            weighted = learn(
+                s.to(k.dtype), bias, k, v, eta, gamma, beta, square_gamma, mean_square_gamma, inside, D, DP, EPS,
+                PRECISION,
+            )  # fmt: skip
             step = tl.where((chunk + 1) * SIZE <= length, tau_last, 0.0)
             s, bias = update(s, bias, weighted, step, k, COLUMNS, BIAS, PRECISION)
             tile = here[:, None] & inside[None, :]
@@ -119,7 +121,7 @@ def read_kernel(
     weighted_ptr += row * weighted_b + start * weighted_t + h * weighted_h
     anchor_ptr += ((slot + segment) * H + h) * (D + 1) * D
 
-    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
+    gamma, beta, _, _ = affine(scale_ptr, shift_ptr, h, features, inside, D)
     tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     s, bias = load_anchor(anchor_ptr, features, first < stop, D, DP, COLUMNS)
     for i in tl.range(0, stop - first, num_stages=1):

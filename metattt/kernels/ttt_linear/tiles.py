@@ -5,12 +5,13 @@ fill a quarter of the 64 rows of Hopper's matrix instruction; `Wᵀ xᵀ` fills 
 at once the accumulator of its update and, rounded, the left operand of the next product, so it never leaves the
 registers.
 
-S is kept centred over its output features. LN does not see the mean, and G, hence every update, has mean 0: the mean of
-W0 is set aside at the start and added to what is stored. So LN needs no mean, and all its sums over features come from
-one pass over Z:
-with a = γ(k − v + β), h = γ², x = z·r the gradient of the inner loss with respect to x is g = a + hx, and
+S is centred over its output features at the start: LN does not see the mean, and G, hence every update, has mean 0. The
+mean of W0 is set aside and added to what is stored. Rounded updates leave a small mean m in Z, which LN must subtract:
+x that has it gives G a mean, and m grows with every mini-batch (in 16 bits to the size of Z within 500 tokens). As m is
+small, all sums over features come from one pass over Z without cancelling:
+with a = γ(k − v + β), h = γ², x = (z − m)·r the gradient of the inner loss with respect to x is g = a + hx, and
 
-    mean z², mean hz, mean az, mean hz²   give   r, m1 = mean g and m2 = mean gx,   G = r (g − m1 − m2 x).
+    m, mean z², mean hz, mean az, mean hz²   give   r, m1 = mean g and m2 = mean gx,   G = r (g − m1 − m2 x).
 
 U = −ηG is rounded to the type of the inputs once; the update of S and the mixing of outputs use that, and it is all
 that the backward pass needs of G: the update of S, τ_{b−1} U k, is undone with the operand it was made of.
@@ -38,8 +39,18 @@ def add3(a1, a2, a3, b1, b2, b3):
 
 
 @triton.jit
+def add4(a1, a2, a3, a4, b1, b2, b3, b4):
+    return a1 + b1, a2 + b2, a3 + b3, a4 + b4
+
+
+@triton.jit
 def add5(a1, a2, a3, a4, a5, b1, b2, b3, b4, b5):
     return a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+
+
+@triton.jit
+def add6(a1, a2, a3, a4, a5, a6, b1, b2, b3, b4, b5, b6):
+    return a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6
 
 
 @triton.jit
@@ -92,9 +103,12 @@ def piece_bounds(piece, length, SIZE: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def affine(scale_ptr, shift_ptr, h, features, inside, D: tl.constexpr):
-    """γ `[d, 1]`, β `[d]` of a head."""
+    """γ `[d, 1]`, β `[d]` of a head, γ² and its mean."""
     gamma = tl.load(scale_ptr + h * D + features, mask=inside, other=0).to(tl.float32)[:, None]
-    return gamma, tl.load(shift_ptr + h * D + features, mask=inside, other=0).to(tl.float32)
+    square = gamma * gamma
+    mean_square = tl.sum(tl.sum(square, axis=1), axis=0) / D
+    beta = tl.load(shift_ptr + h * D + features, mask=inside, other=0).to(tl.float32)
+    return gamma, beta, square, mean_square
 
 
 @triton.jit
@@ -171,27 +185,28 @@ def final_state(
 
 
 @triton.jit
-def inner_gradient(z, a, h, D: tl.constexpr, EPS: tl.constexpr):
+def inner_gradient(z, a, h, mean_h, D: tl.constexpr, EPS: tl.constexpr):
     """For Z and a `[d, b]`, h `[d, 1]`: x, r, g = a + hx, and per token m1 = mean g, m2 = mean gx, mean hx, mean
     hx²."""
     hz = h * z
-    zz, hz, az, hzz, a1 = tl.reduce((z * z, hz, a * z, hz * z, a), 0, add5)  # one exchange between the warps
-    r = tl.rsqrt(zz / D + EPS)
-    x = z * r[None, :]
-    hx = hz * r / D
-    hxx = hzz * r * r / D
-    return x, r, a + h * x, a1 / D + hx, az * r / D + hxx, hx, hxx
+    z1, zz, hz, az, hzz, a1 = tl.reduce((z, z * z, hz, a * z, hz * z, a), 0, add6)  # one exchange between the warps
+    m = z1 / D
+    r = tl.rsqrt(zz / D - m * m + EPS)
+    x = (z - m[None, :]) * r[None, :]
+    hx = (hz / D - m * mean_h) * r
+    hxx = ((hzz - 2 * m * hz) / D + m * m * mean_h) * r * r
+    return x, r, a + h * x, a1 / D + hx, (az - m * a1) * r / D + hxx, hx, hxx
 
 
 @triton.jit
 def learn(
-    s, bias, k, v, eta, gamma, beta, square_gamma, inside,
+    s, bias, k, v, eta, gamma, beta, square_gamma, mean_square_gamma, inside,
     D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """U = −ηG `[d, b]` of a mini-batch; `s` is rounded."""
     z = tl.dot(s, tl.trans(k), acc=bias, input_precision=PRECISION)
     a = gamma * tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
-    x, r, g, m1, m2, _, _ = inner_gradient(z, a, square_gamma, D, EPS)
+    x, r, g, m1, m2, _, _ = inner_gradient(z, a, square_gamma, mean_square_gamma, D, EPS)
     weighted = (-eta * r)[None, :] * (g - m1[None, :] - x * m2[None, :])
     if D < DP:
         weighted = tl.where(inside[:, None], weighted, 0)
@@ -223,7 +238,9 @@ def read(s, bias, q, k, weighted, tau, tokens, BIAS: tl.constexpr, PRECISION: tl
 @triton.jit
 def output(z, q, gamma, beta, D: tl.constexpr, EPS: tl.constexpr):
     """o = q + γ norm(z̄) + β `[b, d]`."""
-    normal = z * tl.rsqrt(tl.sum(z * z, axis=0) / D + EPS)[None, :]
+    z1, zz = tl.reduce((z, z * z), 0, add2)
+    m = z1 / D
+    normal = (z - m[None, :]) * tl.rsqrt(zz / D - m * m + EPS)[None, :]
     return q.to(tl.float32) + tl.trans(gamma * normal) + beta[None, :]
 
 
@@ -231,10 +248,11 @@ def output(z, q, gamma, beta, D: tl.constexpr, EPS: tl.constexpr):
 def through_output(z, d_out, gamma, inside, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
     """dZ̄ from the cotangent of o `[d, b]`, and norm(z̄)."""
     d_normal = gamma * d_out
-    zz, d1, dz1 = tl.reduce((z * z, d_normal, d_normal * z), 0, add3)
-    r = tl.rsqrt(zz / D + EPS)
-    normal = z * r[None, :]
-    d_z = r[None, :] * (d_normal - (d1 / D)[None, :] - normal * (dz1 * r / D)[None, :])
+    z1, zz, d1, dz1 = tl.reduce((z, z * z, d_normal, d_normal * z), 0, add4)
+    m = z1 / D
+    r = tl.rsqrt(zz / D - m * m + EPS)
+    normal = (z - m[None, :]) * r[None, :]
+    d_z = r[None, :] * (d_normal - (d1 / D)[None, :] - normal * ((dz1 - m * d1) * r / D)[None, :])
     if D < DP:
         d_z = tl.where(inside[:, None], d_z, 0)
     return d_z, normal
