@@ -161,6 +161,7 @@ class Results:
         found = line.get("found", {})
         errors = " ".join(f"{name} {found[name]:.1e}" for name in ("outputs", "worst gradient") if name in found)
         told = line.get("failed") or (f"{found['ms, median']:.3f} ms" if "ms, median" in found else errors or "done")
+        told += f" ({found['of']}; dual form {found['dual form']:.1e})" if "of" in found else ""
         told += "" if found.get("passed", True) else ", FAILED"
         print(f"{line['kind']} of {line['subject']} {_words(line['case'])}: {told}", flush=True)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from common import in_turn, ratios, summary
 from operation import Operation
 from peers import PEERS, forget_autotuning
+from torch import Tensor
 
 from metattt.composition.compose import build
 from metattt.layer import TTTLayer
@@ -24,6 +26,7 @@ Found = dict[str, Any]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BOUNDS = {"bfloat16": (2e-2, 5e-2), "float16": (1e-2, 2e-2), "float32": (1e-4, 1e-4)}
 """Relative errors (Frobenius norm), at most: of outputs, and of gradients."""
+ROUNDING = 4  #: times the dual form's error in the same type
 OURS = ("ttt_linear", "ttt_mlp")
 
 
@@ -51,18 +54,29 @@ def operation(subject: str, case: Case, device: str) -> Operation:
 
 
 def check(subject: str, case: Case, device: str) -> Found:
-    """Outputs and every gradient against the dual form in float64, in memory that holds NaN until it is written."""
+    """Outputs and every gradient against the dual form in float64, in memory that holds NaN until it is written.
+
+    A gradient that cancels (of the token steps, over few tokens) may be as far off as the dual form in the same type
+    makes it, several times: that is rounding.
+    """
     given = operation(subject, case, device)
     with poisoned():
         found = given.training(partial(given.run, given.layer.plan))
     right = given.double()
     expected = right.training(partial(right.run, right.dual))
-    pairs = zip(found, expected, strict=True)
-    errors = [((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in pairs]
+    plain = given.training(partial(given.run, given.dual))
+
+    def errors(tensors: Sequence[Tensor]) -> list[float]:
+        pairs = zip(tensors, expected, strict=True)
+        return [((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in pairs]
+
     output, gradient = BOUNDS[case["dtype"]]
-    passed = errors[0] <= output and all(error <= gradient for error in errors[1:])
-    worst = max(errors[1:], key=lambda x: x if x == x else float("inf"))
-    return {"passed": passed, "outputs": errors[0], "worst gradient": worst}
+    rows = list(zip(["outputs", *given.leaves], errors(found), errors(plain), strict=True))
+    shares = {name: off / max(gradient, ROUNDING * dual if dual < math.inf else 0) for name, off, dual in rows[1:]}
+    worst = max(shares, key=lambda name: shares[name] if shares[name] == shares[name] else math.inf)
+    _, off, dual = next(row for row in rows if row[0] == worst)
+    passed = rows[0][1] <= output and shares[worst] <= 1
+    return {"passed": passed, "outputs": rows[0][1], "worst gradient": off, "of": worst, "dual form": dual}
 
 
 def decode_check(subject: str, case: Case, device: str) -> Found:

@@ -77,10 +77,15 @@ class Operation:
         with torch.no_grad():
             return call()
 
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """All views, step sizes, W0, norms and token steps."""
+        parts = (("learner", self.layer.learner), ("optimizer", self.layer.optimizer))
+        inner = {f"{name}.{key}": x for name, part in parts for key, x in part.named_parameters()}
+        tokens = {"k": self.tokens.k, "v": self.tokens.v, "q": self.tokens.q, "eta": self.tokens.gates.eta}
+        return tokens | {name: x for name, x in inner.items() if not name.startswith("optimizer.lr_")}  # θ_lr: unused
+
     def training(self, call: Callable[[], Tensor]) -> Sequence[Tensor]:
-        """Outputs, and the gradients of all views, step sizes, W0, norms and token steps."""
-        inner = [*self.layer.learner.parameters(), *self.layer.optimizer.parameters()]
-        leaves = [x for x in (*self.tokens.tensors, *inner) if x is not None and x.requires_grad]
+        """Outputs, and the gradients of all `leaves`, in order."""
         y = call()
-        found = torch.autograd.grad(y, leaves, self.cotangent.to(y.dtype), allow_unused=True)  # θ_lr: none
-        return [y.detach(), *(x for x in found if x is not None)]
+        return [y.detach(), *torch.autograd.grad(y, list(self.leaves.values()), self.cotangent.to(y.dtype))]

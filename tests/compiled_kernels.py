@@ -2,11 +2,11 @@
 
     python tests/compiled_kernels.py >> results/gpu/compiled.md
     python tests/compiled_kernels.py shared                       # of ttt_linear, all shapes: hours of one core
-    python tests/compiled_kernels.py shared 64,16,bfloat16,chain  # d, b, type, form
+    python tests/compiled_kernels.py shared 64,16,bfloat16        # d, b, type
 
 The first prints a row for every kernel of a forward and a backward pass with biases, token steps and final states, or of a
-decoding step in place, by head width, mini-batch, type, and form: `walk` (one program a sequence and head) or `chain` (the
-recurrence apart from what is parallel). The second prints bytes, warps, and the bytes that `tuning` says it takes at most.
+decoding step in place, by head width, mini-batch and type. The second prints bytes, warps, and the bytes that `tuning` says
+it takes at most.
 
 Not under TRITON_INTERPRET=1, which makes kernels that are interpreted: tests ask a process of their own.
 """
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from assembly import misled
 
 from metattt.errors import MetaTTTError
 from metattt.kernels.triton.device import SIZES, WIDTHS
@@ -36,7 +37,6 @@ from metattt.kernels.ttt_mlp.tuning import config
 SM_90 = 90
 SHARED_LIMIT = 232_448  # bytes of shared memory that a program may have on sm_90
 SHAPES = {"ttt_linear": ((32, 16), (64, 16), (128, 16), (64, 64)), "ttt_mlp": ((32, 16), (64, 16), (128, 16))}
-FORMS = ("walk", "chain")
 
 
 # -- compiling without a device ----------------------------------------------------------------------------------------
@@ -52,6 +52,7 @@ class Compiled(NamedTuple):
         stack: bytes per thread: what is spilled, and what is indexed.
         spilled: bytes that are stored to the stack and loaded from it.
         shared: bytes per program.
+        products: those whose operands descriptors name, and `misled` those of them that may be named by data (`assembly`).
         serialized: whether ptxas has made products of a warpgroup wait for each other (its remarks C7510 to C7514).
     """
 
@@ -62,6 +63,8 @@ class Compiled(NamedTuple):
     spilled: int
     shared: int
     serialized: bool
+    products: int
+    misled: int
 
 
 class _NoDevice:
@@ -118,7 +121,7 @@ def _examined(kernel: Any) -> Compiled:
     told = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(told):
         triton.knobs.nvidia.dump_ptxas_log = True
-        backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
+        cubin = backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
     said = told.getvalue()
 
     def number(pattern: str) -> int:
@@ -127,7 +130,7 @@ def _examined(kernel: Any) -> Compiled:
     spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
     registers, stack = number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame")
     meta = kernel.metadata
-    return Compiled(meta.name, meta.num_warps, registers, stack, spilled, meta.shared, "are serialized" in said)
+    return Compiled(meta.name, meta.num_warps, registers, stack, spilled, meta.shared, "are serialized" in said, *misled(cubin))
 
 
 # -- launches on tensors without memory --------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def linear(d: int, b: int, form: Any, name: str = "bfloat16") -> list[Compiled]:
-    """Both passes of TTT-Linear over 4,096 tokens of two heads, in a form."""
+def linear(d: int, b: int, name: str = "bfloat16") -> list[Compiled]:
+    """Both passes of TTT-Linear over 4,096 tokens of two heads."""
     q, eta = tensor(1, 2, 4096, d, dtype=getattr(torch, name)).transpose(1, 2), tensor(1, 2, 4096).transpose(1, 2)
     w, bias, scale, tau, segment = tensor(2, d, d), tensor(2, d), tensor(2, d), tensor(1, b), 16
     state = tensor(1, 2, d, d), tensor(1, 2, d)
@@ -150,24 +153,18 @@ def linear(d: int, b: int, form: Any, name: str = "bfloat16") -> list[Compiled]:
         norm, kept = (eta, scale, scale, tau, None), (out.weighted, out.anchors)
         backward.launch_backward(grads, q, state * 2, q, q, q, *norm, *kept, b, segment)
 
-    chosen = tuning.Call.form
-    tuning.Call.form = lambda call, direction, segment: form  # type: ignore[method-assign]
-    try:
-        return compiled(launch)
-    finally:
-        tuning.Call.form = chosen  # type: ignore[method-assign]
+    return compiled(launch)
 
 
-def both_passes(d: int, b: int, name: str, per_sm: int) -> list[Compiled]:
+def mlp(d: int, b: int) -> list[Compiled]:
     """Both passes of TTT-MLP over 1,027 tokens of four heads."""
     from metattt.kernels.ttt_mlp.backward import backward
     from metattt.kernels.ttt_mlp.forward import empty_weights, forward, slots
 
-    dtype = getattr(torch, name)
-    q = tensor(1, 1027, 4, d, dtype=dtype)
+    q = tensor(1, 1027, 4, d)
     weights = (tensor(4, d, 4 * d), tensor(4, 4 * d), tensor(4, 4 * d, d), tensor(4, d))
     tokens, norm = (q, q, q, tensor(1, 1027, 4), tensor(4, b)), (tensor(4, d), tensor(4, d))
-    ahead, back = (config(kernel, d, b, dtype, per_sm) for kernel in ("forward", "backward"))
+    ahead, back = (config(kernel, d, b) for kernel in ("forward", "backward"))
     final, kept = empty_weights(weights, (1, 4)), empty_weights(weights, (slots(q, None, b, 16), 4))
 
     def launch() -> None:
@@ -175,10 +172,6 @@ def both_passes(d: int, b: int, name: str, per_sm: int) -> list[Compiled]:
         backward(*tokens, *norm, None, b, 16, final, kept, q, final, final, ahead, back)
 
     return compiled(launch)
-
-
-def mlp(d: int, b: int, form: str) -> list[Compiled]:
-    return both_passes(d, b, "bfloat16", 4 if form == "walk" else 0)
 
 
 def decoding(name: str, d: int) -> list[Compiled]:
@@ -198,11 +191,11 @@ def decoding(name: str, d: int) -> list[Compiled]:
 
 def print_table() -> None:
     print(f"\n## Triton {triton.__version__}\n")
-    print("| operation | d | b | form | kernel | warps | registers | stack, B | spilled, B | shared, B | products serialised |")
+    print("| operation | d | b | pass | kernel | warps | registers | stack, B | spilled, B | shared, B | products serialised |")
     print("|---|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
-    makers: dict[str, Callable[[int, int, str], list[Compiled]]] = {"ttt_linear": linear, "ttt_mlp": mlp}
+    makers: dict[str, Callable[[int, int], list[Compiled]]] = {"ttt_linear": linear, "ttt_mlp": mlp}
     for name, make in makers.items():
-        rows = [((d, b, form), partial(make, d, b, form)) for d, b in SHAPES[name] for form in FORMS]
+        rows = [((d, b, "both"), partial(make, d, b)) for d, b in SHAPES[name]]
         rows += [((d, 16, "decoding"), partial(decoding, name, d)) for d in (64, 128)]
         for (d, b, form), found in rows:
             began = time.monotonic()
@@ -214,13 +207,13 @@ def print_table() -> None:
 
 
 def print_shared(wanted: list[str]) -> None:
-    shapes = itertools.product(WIDTHS, SIZES, ("float32", "bfloat16"), FORMS)
+    shapes = itertools.product(WIDTHS, SIZES, ("float32", "bfloat16"))
     for each in wanted or [",".join(map(str, shape)) for shape in shapes]:
-        width, size, name, form = each.split(",")
+        width, size, name = each.split(",")
         d, b = int(width), int(size)
-        bound = tuning.shared_bytes(d, b, getattr(torch, name).itemsize, form)  # type: ignore[arg-type]
-        for one in linear(d, b, form, name):
-            print(f"triton {triton.__version__} d {d} b {b} {name} {form} {one.name} {one.warps} {one.shared} {bound}", flush=True)
+        bound = tuning.shared_bytes(d, b, getattr(torch, name).itemsize)
+        for one in linear(d, b, name):
+            print(f"triton {triton.__version__} d {d} b {b} {name} {one.name} {one.warps} {one.shared} {bound}", flush=True)
 
 
 if __name__ == "__main__":

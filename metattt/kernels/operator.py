@@ -58,6 +58,7 @@ class Operation(Kernel):
 
     largest_group: int  #: mini-batches; bounds what is held while a group is computed
     operator: Callable[..., list[Tensor]]  #: by `register_operator`
+    operands: torch.dtype | None = None  #: of products, whatever the views have; None: the type of the views
 
     @abstractmethod
     def forward(self, call: Pass) -> Results:
@@ -109,7 +110,7 @@ class Operation(Kernel):
     def operate(self, call: Pass) -> list[Tensor]:
         """The operator: `Results` in a row."""
         given, *rest = call
-        k, v, q = (x.to(given.matmul_dtype) for x in given.tokens.views[:3])
+        k, v, q = (x.to(type(self).operands or given.matmul_dtype) for x in given.tokens.views[:3])
         gates, norm = given.tokens.gates, (given.slow["norm_scale"], given.slow["norm_bias"])
         tensors = k, v, q, gates.eta, gates.alpha, gates.kappa, given.tau, *norm, list(given.weights.values())
         return self.operator(*tensors, given.size, *rest, type(self).device)

@@ -53,8 +53,6 @@ class Case(NamedTuple):
 
     Attributes:
         op: the operation.
-        form: one program a sequence and head (`walk`), or the recurrence apart from what is parallel (`chain`); of both passes, or
-            of forward and backward.
         length, b, d, batch, heads, bias, tau: sizes; token steps none, shared or of each head.
         carried: every sequence has weights of its own at the start.
         documents: lengths, packed in one row.
@@ -64,7 +62,6 @@ class Case(NamedTuple):
     """
 
     op: str = "ttt_linear"
-    form: str = "walk"
     length: int = 37
     b: int = 16
     d: int = 32
@@ -82,10 +79,10 @@ class Case(NamedTuple):
     tile: int | None = None
 
     def __str__(self) -> str:
-        fields = list(self._asdict().items())[2:]
+        fields = list(self._asdict().items())[1:]
         changed = [(key, str(value)) for key, value in fields if value != self._field_defaults[key]]
         said = [f"{key}={value.removeprefix('torch.').replace(' ', '')}" for key, value in changed]
-        return "-".join([self.op, self.form, *said])
+        return "-".join([self.op, *said])
 
 
 SHARED: list[dict[str, Any]] = [
@@ -129,19 +126,15 @@ SHARED: list[dict[str, Any]] = [
     {"b": 16, "documents": (5, 34, 16), "dtype": HALF, "segment": 1},
 ]  # fmt: skip
 CASES = [
-    *(Case(op, form, **case) for op in OPERATIONS for form in ("walk", "chain") for case in SHARED
-      if (op, form) != ("ttt_mlp", "chain") or case.get("d", 32) in (32, 64)),  # of other widths it is never taken
-    # What one form of the forward pass saves, either form of the backward pass reads.
-    Case("ttt_linear", "walk-chain", batch=2, heads=2),
-    Case("ttt_linear", "chain-walk", batch=2, heads=2),
-    # TTT-MLP: several groups of segments, and weights in device memory instead of registers.
-    *(Case("ttt_mlp", form, 41, 8, segment=1, together=together) for form in ("walk", "chain") for together in (1, 2)),
-    *(Case("ttt_mlp", form, b=8, documents=(25, 8, 17), segment=2, together=3, carried=True, tile=64) for form in ("walk", "chain")),
-    *(Case("ttt_mlp", form, 40, 8, bias=False, segment=2, together=1, tile=64) for form in ("walk", "chain")),
-    Case("ttt_mlp", "walk", 20, batch=2, carried=True, tile=64),
-    Case("ttt_mlp", "walk", 70, 64, uses="outputs", tile=64),
-    Case("ttt_mlp", "walk", 36, 16, 64, dtype=HALF, tile=64),
-    Case("ttt_mlp", "walk", 18, 16, 48),
+    *(Case(op, **case) for op in OPERATIONS for case in SHARED),
+    # TTT-MLP: several groups of segments, and several tiles of hidden units.
+    *(Case("ttt_mlp", 41, 8, segment=1, together=together) for together in (1, 2)),
+    Case("ttt_mlp", b=8, documents=(25, 8, 17), segment=2, together=3, carried=True, tile=64),
+    Case("ttt_mlp", 40, 8, bias=False, segment=2, together=1, tile=64),
+    Case("ttt_mlp", 20, batch=2, carried=True, tile=64),
+    Case("ttt_mlp", 70, 64, uses="outputs", tile=64),
+    Case("ttt_mlp", 36, 16, 64, dtype=HALF, tile=64),
+    Case("ttt_mlp", 18, 16, 48),
 ]  # fmt: skip
 if DEVICE == "cuda":
     CASES += [case._replace(dtype=torch.float16) for case in CASES if case.dtype == HALF]
@@ -204,16 +197,12 @@ def launches(case: Case) -> Iterator[None]:
 
         return wrapped
 
-    forward, backward = (case.form.split("-") * 2)[:2]
-    forms = {"forward": forward, "backward": backward}
     # In the interpreter every tile costs time: as few as there can be, unless the case is about them.
-    tile = case.tile or (None if DEVICE == "cuda" and case.form == "walk" else min(256, 4 * case.d & -(4 * case.d)))
-    keys = [mlp_tuning.key(one, case.d, case.b, case.dtype.itemsize, 0) for one in ("forward", "backward", "decode")]
-    table = dict.fromkeys(keys, mlp_tuning.Config(tile, 4, 1, case.form == "chain")) if tile else {}
+    tile = case.tile or (None if DEVICE == "cuda" else min(256, 4 * case.d & -(4 * case.d)))
+    keys = [mlp_tuning.key(one, case.d, case.b) for one in ("forward", "backward", "decode")]
+    table = dict.fromkeys(keys, mlp_tuning.Config(tile, 4, 1)) if tile else {}
     with (
         mock.patch.object(linear_tuning, "SEGMENT", case.segment),
-        mock.patch.object(linear_tuning, "CHAIN_SEGMENT", case.segment),
-        mock.patch.object(linear_tuning.Call, "form", lambda call, direction, segment: forms[direction]),
         mock.patch.dict(mlp_tuning.TABLE, table),
         mock.patch.object(mlp_tuning, "SEGMENT", case.segment),
         mock.patch.object(mlp_backward, "PROGRAMS", case.together),

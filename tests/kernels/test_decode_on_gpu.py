@@ -1,4 +1,4 @@
-"""Tokens of an open mini-batch through the Triton decode step, in a layer, under Triton's interpreter."""
+"""Tokens of an open mini-batch through the Triton decode step, in a layer: on a card, or under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mini_batches import given_of, inputs
+from operation_cases import DEVICE
 from torch import Tensor
 
 from metattt.composition.compose import compose
@@ -42,9 +43,9 @@ def pair(name: str, bias: bool = True, steps: Any = "shared", dim: int = 32) -> 
     made, learner = KERNELS[name]
     task, rule = lambda: Reconstruction(rope="mini_batch"), lambda: GradientDescent(SIZE, token_steps=steps)
     spec = Specimen(lambda: learner(bias=bias), task, rule, dim, dim // 32, longest_mini_batch=SIZE)
-    layer, dual = spec.make(dtype=torch.float32), spec.make(dtype=torch.float32, form="dual")
+    layer, dual = (spec.make(dtype=torch.float32, form=form).to(DEVICE) for form in ("auto", "dual"))
     kernel = made()
-    kernel.device = "cpu"
+    kernel.device = DEVICE
     layer.plan.kernels = [kernel]
     return layer, dual, kernel
 
@@ -63,7 +64,7 @@ def counted(kernel: OnGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def tokens(length: int, dim: int = 32, seed: int = 0) -> Tensor:
-    return torch.randn(2, length, dim, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(2, length, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def go_on(layer: TTTLayer, x: Tensor, state: State | None, cuts: list[int], donate_state: bool) -> tuple[Tensor, State]:
@@ -122,7 +123,7 @@ def test_a_rule_that_carries_weights_in_place_of_an_update(by: str) -> None:
 def test_sequences_at_places_of_their_own(name: str, donate_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 11 and 7 tokens: one is in its second mini-batch, the other about to complete its first."""
     layer, dual, kernel = pair(name)
-    x, mask = tokens(21), torch.ones(2, 11, dtype=torch.bool)
+    x, mask = tokens(21), torch.ones(2, 11, dtype=torch.bool, device=DEVICE)
     mask[1, 7:] = False
     after = []
     for each in (layer, dual):

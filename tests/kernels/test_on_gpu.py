@@ -1,4 +1,4 @@
-"""The Triton operations in a layer, on the CPU under Triton's interpreter."""
+"""The Triton operations in a layer: on a card, or on the CPU under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from operation_cases import DEVICE
 
 from metattt.errors import MetaTTTError
 from metattt.kernels.triton.on_gpu import OnGPU
@@ -26,7 +27,7 @@ KERNELS = {"linear": (TTTLinearOnGPU, Linear), "mlp": (TTTMLPOnGPU, MLP)}
 
 def interpreted(kernel: type[OnGPU]) -> OnGPU:
     made = kernel()
-    made.device = "cpu"
+    made.device = DEVICE
     return made
 
 
@@ -41,14 +42,14 @@ def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any)
     kernel, learner = KERNELS[name]
     task, rule = lambda: Reconstruction(rope="mini_batch"), lambda: GradientDescent(8, token_steps=steps)
     spec = Specimen(lambda: learner(bias=bias), task, rule, 64, longest_mini_batch=8)
-    layer = through(spec.make(dtype=torch.float32), interpreted(kernel))
-    dual = spec.make(dtype=torch.float32, form="dual")
-    x = torch.randn(2, 27, 64, generator=torch.Generator().manual_seed(0))
+    layer = through(spec.make(dtype=torch.float32).to(DEVICE), interpreted(kernel))
+    dual = spec.make(dtype=torch.float32, form="dual").to(DEVICE)
+    x = torch.randn(2, 27, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for cuts in ([], [5]):
         found, expected = run(layer, x, cuts, grads=True), run(dual, x, cuts, grads=True)
         assert compare(found, expected) < 1e-3
         assert state_distance(dual, found.state, expected.state) < 1e-3
-    reset = torch.zeros(2, 27, dtype=torch.bool)
+    reset = torch.zeros(2, 27, dtype=torch.bool, device=DEVICE)
     reset[0, 11] = reset[1, 20] = True
     assert compare(run(layer, x, reset=reset, grads=True), run(dual, x, reset=reset, grads=True)) < 1e-3
 
@@ -58,11 +59,11 @@ def test_compiled_in_one_graph(name: str) -> None:
     """`torch.compile` sees the operation as one node, with its derivative."""
     kernel, learner = KERNELS[name]
     rule = GradientDescent(8, token_steps="shared")
-    layer = through(TTTLayer(32, 1, Reconstruction(), learner(), rule), interpreted(kernel))
+    layer = through(TTTLayer(32, 1, Reconstruction(), learner(), rule).to(DEVICE), interpreted(kernel))
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for length in (19, 23):  # the second time compile leaves the length open
-        x = torch.randn(1, length, 32)
+        x = torch.randn(1, length, 32, device=DEVICE)
         expected = run(layer, x, grads=True)
         tokens = x.clone().requires_grad_()
         y, _ = compiled(tokens)
@@ -78,9 +79,9 @@ def test_what_it_does_not_take_it_refuses(name: str, monkeypatch: pytest.MonkeyP
     def refused(
         match: str, dim: int = 64, rule: Any = None, dtype: torch.dtype = torch.float32, made: Any = None
     ) -> None:
-        layer = TTTLayer(dim, 2, Reconstruction(), made or learner(), rule or GradientDescent(8)).to(dtype)
+        layer = TTTLayer(dim, 2, Reconstruction(), made or learner(), rule or GradientDescent(8)).to(DEVICE, dtype)
         with pytest.raises(MetaTTTError, match=match):
-            through(layer, interpreted(kernel))(torch.randn(1, 8, dim, dtype=dtype))
+            through(layer, interpreted(kernel))(torch.randn(1, 8, dim, dtype=dtype, device=DEVICE))
 
     refused("head width 24", dim=48)
     refused("mini_batch_size=4", rule=GradientDescent(4))

@@ -10,15 +10,7 @@ WIDTHS = (32, 64, 96, 128)  #: of a head
 SIZES = (8, 16, 32, 64)  #: tokens of a mini-batch
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)  #: types of the operands of products
 
-MULTIPROCESSORS = 132  #: of an H100 or H200
 SHARED_MEMORY = 232_448  #: bytes that one program may have on compute capability 9.0
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors."""
-    if device.type != "cuda":
-        return MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def shared_memory(device: torch.device) -> int:

@@ -62,7 +62,7 @@ def over_sequences(
         {"norm_scale": norm[0], "norm_bias": norm[1]}, tau, size, q.dtype, None,
     )  # fmt: skip
     o, *states = kernel.operate(kernel.passed(given, final, documents))
-    return o.transpose(1, 2), states
+    return o.transpose(1, 2).to(q.dtype), states
 
 
 def decode(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.operator import Operation, flat
+from metattt.kernels.triton.agreement import disagreement
 from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS, shared_memory
 from metattt.state import Tensors
 
@@ -62,13 +63,18 @@ class OnGPU(Operation):
             return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         if given.size not in SIZES:
             return f"optimizer.mini_batch_size={given.size}, not one of {', '.join(map(str, SIZES))}"
-        needed, room = self.shared_bytes(width, given.size, given.matmul_dtype), shared_memory(tokens.views.k.device)
+        dtype = self.operands or given.matmul_dtype
+        needed, room = self.shared_bytes(width, given.size, dtype), shared_memory(tokens.views.k.device)
         if needed > room:
             return (
                 f"{needed:,} bytes of shared memory for head width {width}, optimizer.mini_batch_size={given.size} in "
-                f"{str(given.matmul_dtype).removeprefix('torch.')}, where the device has {room:,}"
+                f"{str(dtype).removeprefix('torch.')}, where the device has {room:,}"
             )
-        return None
+        if not tokens.views.k.is_cuda:
+            return None
+        name, heads, biased = self.name.partition(".")[0], tokens.views.k.shape[1], len(given.weights) == len(self.weights)
+        tau = given.tau is not None
+        return disagreement(name, tokens.views.k.device, given.matmul_dtype, width, given.size, heads, biased, tau)
 
     def part(self, tensors: Sequence[Tensor | None]) -> Part:
         """Tensors that `flat` ends with, or likewise, as a `Part`."""

@@ -1,5 +1,5 @@
-"""Backward pass of `ttt_linear` where there are few (sequence, head) pairs: the recurrence alone, between what comes
-before it and what comes after it, both parallel over pieces of the sequences.
+"""The kernels of the backward pass of `ttt_linear`: the recurrence alone, between what comes before it and what comes
+after it, both parallel over pieces of the sequences.
 
 From the last mini-batch to the first only dS, y and dZ, the cotangent of Z through the gradient of the inner loss, are
 a recurrence. In three launches (`backward.py` has the notation):
@@ -11,7 +11,7 @@ a recurrence. In three launches (`backward.py` has the notation):
 3. `inputs_kernel`, one program per (sequence, head) and piece: undoes the updates again, takes dS along from the stored
    one, and adds up dq, dk, dv and its part of dγ, dβ, dτ. Parts are summed in a fixed order: no atomics.
 
-Tiles `[b, d]` of memory per mini-batch: 5 read and 3 written, 6 and 2, 9 and 3: 28 in all (the walk: 8), 56 KB with b =
+Tiles `[b, d]` of memory per mini-batch: 5 read and 3 written, 6 and 2, 9 and 3: 28 in all, 56 KB with b =
 16, d = 64 and 16 bits, 16 KB of them on the serial path; S is read twice in a piece, dS written and read: 16d² /
 segment bytes, 4 KB with segments of 16.
 
@@ -313,7 +313,7 @@ def inputs_kernel(
     d_inner_ptr += position * D
     stats_ptr += position
 
-    gamma, beta, _, _ = affine(scale_ptr, shift_ptr, h, features, inside, D)
+    gamma, beta, _square, _mean = affine(scale_ptr, shift_ptr, h, features, inside, D)
     tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     step = tl.where(is_open, 0.0, tau_last)
     anchor_ptr += ((slot + (stop - 1) // SEGMENT) * H + h) * (D + 1) * D

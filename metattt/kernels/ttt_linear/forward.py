@@ -1,5 +1,5 @@
 """Forward pass of `ttt_linear`: one program per (sequence, head) walks the mini-batches with the fast weights in
-registers (`forward_kernel`), or leaves the reading of queries to a second launch (`forward_chain`).
+registers.
 
 `tiles.py` has the layout, the notation and the precision. The walk reads q, k, v and writes o, and U where a backward
 pass will follow: 4 or 5 tiles `[b, d]` per mini-batch.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metattt.kernels.ttt_linear import forward_chain, tuning
+from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.naive import EPS
 from metattt.kernels.ttt_linear.tiles import (
     affine,
@@ -163,13 +163,9 @@ def launch_forward(
     """
     batch, tokens, heads, width = q.shape
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    call = tuning.Call.of(k, size, sequences)
     save, final = len(out.anchors) > 0, len(out.w) > 0
-    chain = call.form("forward", segment) == "chain"
-    # What the second launch reads of the first is what a backward pass would.
-    stored = out if save or not chain else allocate(q, k, sequences, size, segment, True, False)
-    between = (stored.weighted, stored.anchors) if save or chain else (None, None)
-    weighted_strides = stored.weighted.stride()[:3] if save or chain else (0, 0, 0)
+    between = (out.weighted, out.anchors) if save else (None, None)
+    weighted_strides = out.weighted.stride()[:3] if save else (0, 0, 0)
     end = (out.w, out.b, out.update_w, out.update_b) if final else (None,) * 4
     state_strides = (
         w.stride(0) if w.ndim == 4 else 0,
@@ -180,23 +176,10 @@ def launch_forward(
         "H": heads, "D": width, "DP": padded(width), "SIZE": size, "COLUMNS": padded(size), "SEGMENT": segment,
         "BIAS": b is not None, "EPS": EPS, "PRECISION": tuning.FP32_PRODUCTS,
     }  # fmt: skip
-    programs = sequences * heads
-    if not chain:
-        forward_kernel[(programs,)](
-            q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, out.o, *between, *end, tokens,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), *state_strides, *out.o.stride()[:3],
-            *weighted_strides,
-            **sizes, **call.launch("forward walk")._asdict(),
-        )  # fmt: skip
-        return out
-    forward_chain.chain_kernel[(programs,)](
-        k, v, eta, w, b, scale, shift, tau, cu_seqlens, *between, *end, tokens,
-        *k.stride()[:3], *v.stride()[:3], *eta.stride(), *state_strides, *weighted_strides,
-        **sizes, **call.launch("forward chain")._asdict(),
-    )  # fmt: skip
-    forward_chain.read_kernel[(programs, triton.cdiv(triton.cdiv(tokens, size), segment))](
-        q, k, scale, shift, tau, cu_seqlens, *between, out.o, tokens,
-        *q.stride()[:3], *k.stride()[:3], state_strides[2], *weighted_strides, *out.o.stride()[:3],
-        **sizes, **call.launch("forward read")._asdict(),
+    forward_kernel[(sequences * heads,)](
+        q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, out.o, *between, *end, tokens,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), *state_strides, *out.o.stride()[:3],
+        *weighted_strides,
+        **sizes, **tuning.launch("forward", width, size, k.itemsize)._asdict(),
     )  # fmt: skip
     return out

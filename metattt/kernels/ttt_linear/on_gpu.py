@@ -22,10 +22,10 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
     name = "ttt_linear.triton"
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
-        return min(tuning.shared_bytes(width, size, dtype.itemsize, form) for form in tuning.FORMS)
+        return tuning.shared_bytes(width, size, dtype.itemsize)
 
     def group_size(self, given: MiniBatches, sequences: int) -> int:
-        return tuning.Call.of(given.tokens.k.transpose(1, 2), given.size, sequences).segment()
+        return tuning.SEGMENT
 
     def results(self, call: Pass) -> Results:
         from metattt.kernels.ttt_linear import forward

@@ -4,11 +4,9 @@
 It needs the weights before every mini-batch. The forward pass kept those at the start of every segment; the launcher
 takes a group of segments at a time, from the last, has the forward kernel go through them again (all segments of the
 group at once) and then walks back through the group. What passes from group to group, the cotangents of the weights
-among it, is in `grad_*`, fp32, in device memory. `tuning.Config.split` leaves whole mini-batches to the kernels of
-`backward_split.py` instead.
+among it, is in `grad_*`, fp32, in device memory.
 
-The walk holds the cotangents of both matrices in fp32, in registers if a tile holds all hidden units, and reads the
-weights of every mini-batch in the type of the operands. Names: `dx` is the cotangent of `x`; `bar` marks the reading
+Hidden units are taken in tiles. Names: `dx` is the cotangent of `x`; `bar` marks the reading
 (queries), no mark the gradient (keys); `omega` is the step of the commit, η_s·τ_b. With the commit
 `W' = W − Σ_s ω_s x_sᵀg_s`, reading and gradient:
 
@@ -25,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metattt.kernels.ttt_mlp.backward_split import between, chain_kernel, reading_kernel, tokens_kernel
 from metattt.kernels.ttt_mlp.common import (
     dot,
     dot_add,
@@ -138,7 +135,6 @@ def backward_kernel(
     KEEP: tl.constexpr, MODE: tl.constexpr, COMMIT: tl.constexpr, BIAS: tl.constexpr, TAU: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    RESIDENT: tl.constexpr = FB == F
     OP: tl.constexpr = q.dtype.element_ty
     ONE: tl.constexpr = 1.0 if BIAS else 0.0
     row = tl.program_id(0)
@@ -191,12 +187,6 @@ def backward_kernel(
         grad_b1 += row * F
         grad_b2 += row * D
         db2 = tl.load(grad_b2 + rows_at, mask=rows, other=0.0)
-    if RESIDENT:
-        dw1, dw2 = load_tile(grad_w1, grad_w2, units, rows_at, rows, D, F)
-        commit_w1 = dw1.to(OP)
-        commit_w2 = dw2.to(OP)
-        if BIAS:
-            db1 = tl.load(grad_b1 + units)
     commit_b1 = db1
     commit_b2 = db2
     # Where the cotangents of what the mini-batch commits are read: for the tail, that is the update; it commits nothing
@@ -208,17 +198,9 @@ def backward_kernel(
         if BIAS:
             from_b1 = grad_update_b1 + row * F
             commit_b2 = tl.load(grad_update_b2 + row * D + rows_at, mask=rows, other=0.0)
-        if RESIDENT:
-            commit_w1, commit_w2 = load_tile(from_w1, from_w2, units, rows_at, rows, D, F)
-            commit_w1 = commit_w1.to(OP)
-            commit_w2 = commit_w2.to(OP)
-            if BIAS:
-                commit_b1 = tl.load(from_b1 + units)
-    stash_at = stash
-    if not RESIDENT:  # z1, d2, z̄1, dz1 of all hidden units
-        stash_at += row * 4 * F * BP
+    stash_at = stash + row * 4 * F * BP  # z1, d2, z̄1, dz1 of all hidden units
 
-    for back in tl.range(0, hi - lo, disable_licm=True):
+    for back in tl.range(0, hi - lo):
         i = hi - 1 - back
         at = row if MODE == TAIL else ((home + i // KEEP).to(tl.int64) * span + i % KEEP) * H + h
         tokens = i * B + lanes
@@ -234,32 +216,20 @@ def backward_kernel(
             b2 = tl.load(b2_at + at * D + rows_at, mask=rows, other=0.0)
 
         # 1. z2 at the keys and the gradient there, as in the forward pass.
-        if RESIDENT:
-            w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, units, rows_at, rows, D, F)
-            w1 = w1.to(OP)
-            w2 = w2.to(OP)
+        z2 = tl.zeros([DP, BP], tl.float32)
+        moved2 = tl.zeros([DP, BP], tl.float32)
+        for tile in tl.range(0, F, FB):
+            w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
             if BIAS:
-                b1 = tl.load(b1_at + at * F + units)
-            z1 = dot(w1, kt) + b1[:, None]
+                b1 = tl.load(b1_at + at * F + tile + units)
+            z1 = dot(w1.to(OP), kt) + b1[:, None]
+            tl.store(stash_at + (tile + units)[:, None] * BP + lanes[None, :], z1)
             ox = gelu(z1).to(OP)
-            z2 = dot(tl.trans(w2), ox)
+            z2 = dot_add(tl.trans(w2.to(OP)), ox, z2)
             if COMMIT:
-                moved2 = dot(tl.trans(commit_w2), ox)
-        else:
-            z2 = tl.zeros([DP, BP], tl.float32)
-            moved2 = tl.zeros([DP, BP], tl.float32)
-            for tile in tl.range(0, F, FB, disable_licm=True):
-                w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
-                if BIAS:
-                    b1 = tl.load(b1_at + at * F + tile + units)
-                z1 = dot(w1.to(OP), kt) + b1[:, None]
-                tl.store(stash_at + (tile + units)[:, None] * BP + lanes[None, :], z1)
-                ox = gelu(z1).to(OP)
-                z2 = dot_add(tl.trans(w2.to(OP)), ox, z2)
-                if COMMIT:
-                    commit_w1, commit_w2 = load_tile(from_w1, from_w2, tile + units, rows_at, rows, D, F)
-                    moved2 = dot_add(tl.trans(commit_w2.to(OP)), ox, moved2)
-            tl.debug_barrier()
+                commit_w1, commit_w2 = load_tile(from_w1, from_w2, tile + units, rows_at, rows, D, F)
+                moved2 = dot_add(tl.trans(commit_w2.to(OP)), ox, moved2)
+        tl.debug_barrier()
         g2, hat, rstd, residual, _pull, along = inner_gradient(z2 + b2[:, None], kt, vt, gamma, beta, rows, D, DP)
         og2 = g2.to(OP)
         og2c = (g2 * omega[None, :]).to(OP)
@@ -267,27 +237,21 @@ def backward_kernel(
         oscore1 = (mix * inner1).to(OP)
 
         # 2. The reading, as in the forward pass.
-        if RESIDENT:
-            d2, zbar1 = recompute_tile(b1, w1, w2, kt, qt, z1, og2, oscore1)
+        zbar2 = tl.zeros([DP, BP], tl.float32)
+        inner2 = tl.zeros([BP, BP], tl.float32)
+        for tile in tl.range(0, F, FB):
+            w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
+            if BIAS:
+                b1 = tl.load(b1_at + at * F + tile + units)
+            place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
+            z1 = tl.load(place)
+            d2, zbar1 = recompute_tile(b1, w1.to(OP), w2.to(OP), kt, qt, z1, og2, oscore1)
+            tl.store(place + F * BP, d2)
+            tl.store(place + 2 * F * BP, zbar1)
             oxbar = gelu(zbar1).to(OP)
-            zbar2 = dot(tl.trans(w2), oxbar)
-            inner2 = dot_over_units(ox, oxbar)
-        else:
-            zbar2 = tl.zeros([DP, BP], tl.float32)
-            inner2 = tl.zeros([BP, BP], tl.float32)
-            for tile in tl.range(0, F, FB, disable_licm=True):
-                w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
-                if BIAS:
-                    b1 = tl.load(b1_at + at * F + tile + units)
-                place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
-                z1 = tl.load(place)
-                d2, zbar1 = recompute_tile(b1, w1.to(OP), w2.to(OP), kt, qt, z1, og2, oscore1)
-                tl.store(place + F * BP, d2)
-                tl.store(place + 2 * F * BP, zbar1)
-                oxbar = gelu(zbar1).to(OP)
-                zbar2 = dot_add(tl.trans(w2.to(OP)), oxbar, zbar2)
-                inner2 += dot_over_units(gelu(z1).to(OP), oxbar)
-            tl.debug_barrier()
+            zbar2 = dot_add(tl.trans(w2.to(OP)), oxbar, zbar2)
+            inner2 += dot_over_units(gelu(z1).to(OP), oxbar)
+        tl.debug_barrier()
         inner2 += ONE
         oscore2 = (mix * inner2).to(OP)
         zbar2 += b2[:, None] - dot(og2, oscore2)
@@ -313,47 +277,37 @@ def backward_kernel(
             domega = tl.zeros([BP], tl.float32)
         qr = tl.trans(qt)
         kr = tl.trans(kt)
-        if RESIDENT:
-            dw1, sum1, dw2, dz1, dqt, dkt, domega1, dscore1, dg2_tile = pull_tile(
-                dw1, dw2, w1, w2, commit_w1, commit_b1, commit_w2, z1, d2, zbar1, kt, qt, qr, og2, tl.trans(og2),
-                odzbar2,
-                tl.trans(odzbar2), tl.trans(oscore1), odinner2, tl.trans(odinner2), omega, og2c, COMMIT,
+        dqt = tl.zeros([DP, BP], tl.float32)
+        dkt = tl.zeros([DP, BP], tl.float32)
+        dscore1 = tl.zeros([BP, BP], tl.float32)
+        for tile in tl.range(0, F, FB):
+            w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
+            dw1, dw2 = load_tile(grad_w1, grad_w2, tile + units, rows_at, rows, D, F)
+            if MODE == TAIL and COMMIT:
+                commit_w1, commit_w2 = load_tile(from_w1, from_w2, tile + units, rows_at, rows, D, F)
+            else:
+                commit_w1, commit_w2 = dw1, dw2
+            if BIAS:
+                db1 = tl.load(grad_b1 + tile + units)
+                commit_b1 = tl.load(from_b1 + tile + units)
+            place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
+            dw1, sum1, dw2, dz1, dq_tile, dk_tile, domega1, dscore1_tile, dg2_tile = pull_tile(
+                dw1, dw2, w1.to(OP), w2.to(OP), commit_w1.to(OP), commit_b1, commit_w2.to(OP), tl.load(place),
+                tl.load(place + F * BP),
+                tl.load(place + 2 * F * BP), kt, qt, qr, og2, tl.trans(og2), odzbar2, tl.trans(odzbar2),
+                tl.trans(oscore1), odinner2,
+                tl.trans(odinner2), omega, og2c, COMMIT,
             )  # fmt: skip
-            db1 += sum1
+            tl.store(place + 3 * F * BP, dz1)
+            store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
+            if BIAS:
+                tl.store(grad_b1 + tile + units, db1 + sum1)
+            dqt += dq_tile
+            dkt += dk_tile
             domega += domega1
+            dscore1 += dscore1_tile
             dg2 += dg2_tile
-        else:
-            dqt = tl.zeros([DP, BP], tl.float32)
-            dkt = tl.zeros([DP, BP], tl.float32)
-            dscore1 = tl.zeros([BP, BP], tl.float32)
-            for tile in tl.range(0, F, FB, disable_licm=True):
-                w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
-                dw1, dw2 = load_tile(grad_w1, grad_w2, tile + units, rows_at, rows, D, F)
-                if MODE == TAIL and COMMIT:
-                    commit_w1, commit_w2 = load_tile(from_w1, from_w2, tile + units, rows_at, rows, D, F)
-                else:
-                    commit_w1, commit_w2 = dw1, dw2
-                if BIAS:
-                    db1 = tl.load(grad_b1 + tile + units)
-                    commit_b1 = tl.load(from_b1 + tile + units)
-                place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
-                dw1, sum1, dw2, dz1, dq_tile, dk_tile, domega1, dscore1_tile, dg2_tile = pull_tile(
-                    dw1, dw2, w1.to(OP), w2.to(OP), commit_w1.to(OP), commit_b1, commit_w2.to(OP), tl.load(place),
-                    tl.load(place + F * BP),
-                    tl.load(place + 2 * F * BP), kt, qt, qr, og2, tl.trans(og2), odzbar2, tl.trans(odzbar2),
-                    tl.trans(oscore1), odinner2,
-                    tl.trans(odinner2), omega, og2c, COMMIT,
-                )  # fmt: skip
-                tl.store(place + 3 * F * BP, dz1)
-                store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
-                if BIAS:
-                    tl.store(grad_b1 + tile + units, db1 + sum1)
-                dqt += dq_tile
-                dkt += dk_tile
-                domega += domega1
-                dscore1 += dscore1_tile
-                dg2 += dg2_tile
-            tl.debug_barrier()
+        tl.debug_barrier()
         dscore1 = -dscore1
         dmix = tl.where(causal, dmix + dscore1 * inner1, 0.0)
         odinner1 = (mix * dscore1).to(OP)
@@ -377,29 +331,21 @@ def backward_kernel(
         store_columns(dv, dv_t, tokens, inside, rows_at, rows, -dresidual)
         dkt += dresidual
         odz2 = dz2.to(OP)
-        if RESIDENT:
-            dw1, db1, dw2, dk_tile = finish_tile(dw1, db1, dw2, w1, w2, z1, dz1, kr, odz2, tl.trans(odz2))
-            dkt += dk_tile
-            commit_w1 = dw1.to(OP)
-            commit_w2 = dw2.to(OP)
+        for tile in tl.range(0, F, FB):
+            w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
+            dw1, dw2 = load_tile(grad_w1, grad_w2, tile + units, rows_at, rows, D, F)
             if BIAS:
-                commit_b1 = db1
-        else:
-            for tile in tl.range(0, F, FB, disable_licm=True):
-                w1, w2 = load_tile(w1_at + at * F * D, w2_at + at * F * D, tile + units, rows_at, rows, D, F)
-                dw1, dw2 = load_tile(grad_w1, grad_w2, tile + units, rows_at, rows, D, F)
-                if BIAS:
-                    db1 = tl.load(grad_b1 + tile + units)
-                place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
-                dw1, db1, dw2, dk_tile = finish_tile(
-                    dw1, db1, dw2, w1.to(OP), w2.to(OP), tl.load(place), tl.load(place + 3 * F * BP), kr, odz2,
-                    tl.trans(odz2)
-                )  # fmt: skip
-                dkt += dk_tile
-                store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
-                if BIAS:
-                    tl.store(grad_b1 + tile + units, db1)
-            tl.debug_barrier()
+                db1 = tl.load(grad_b1 + tile + units)
+            place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
+            dw1, db1, dw2, dk_tile = finish_tile(
+                dw1, db1, dw2, w1.to(OP), w2.to(OP), tl.load(place), tl.load(place + 3 * F * BP), kr, odz2,
+                tl.trans(odz2)
+            )  # fmt: skip
+            dkt += dk_tile
+            store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
+            if BIAS:
+                tl.store(grad_b1 + tile + units, db1)
+        tl.debug_barrier()
         store_columns(dk, dk_t, tokens, inside, rows_at, rows, dkt)
         db2 += tl.sum(dz2, 1)
         commit_b2 = db2
@@ -412,10 +358,6 @@ def backward_kernel(
             dlast += domega * step
         tl.store(deta + tokens * de_t, dstep, mask=inside)
 
-    if RESIDENT:
-        store_tile(grad_w1, grad_w2, units, rows_at, rows, dw1, dw2, D, F)
-        if BIAS:
-            tl.store(grad_b1 + units, db1)
     if BIAS:
         tl.store(grad_b2 + rows_at, db2, mask=rows)
     grad_scale += row * D + rows_at
@@ -461,28 +403,24 @@ def backward(
     dtau = None if tau is None else torch.zeros(n, heads, b, dtype=torch.float32, device=q.device)
     commits_tail = any(x is not None for x in dupdate)
     dupdate = filled(dupdate, final) if commits_tail else (None,) * 4
-    # One mini-batch that has cotangents of its own for what it commits, which would be in shared memory: in tiles.
-    tail = back._replace(tile=min(back.tile, 64))
-    stash = None
-    if tail.tile < 4 * d:
-        stash = torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
+    stash = torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
 
     options = padded(d, b) | options_of(final, tau, cu_seqlens)
     given = (q, k, v, eta, tau, scale, bias)
     grads = (*dweights, dscale, dbias, dtau, *dupdate, stash, cu_seqlens, length)
     counts = (*strides(q, k, v, eta, do, dq, dk, dv, deta), heads, tau_stride(tau))
 
-    def walk_back(weights: Weights, first: int, mode: int, commit: bool, launch: Config) -> None:
+    def walk_back(weights: Weights, first: int, mode: int, commit: bool) -> None:
         backward_kernel[(n * heads,)](
             *given, do, dq, dk, dv, deta, *weights, *grads, first, together, span, *counts,
-            KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(launch),
+            KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(back),
         )  # fmt: skip
 
     # Segments are recomputed side by side: as many as fill the device, and not more, since memory grows with their
     # number.
     firsts, together, places, span = groups(q, cu_seqlens, b, segment, PROGRAMS)
     if cu_seqlens is not None or length % b:
-        walk_back(final, 0, TAIL.value, commits_tail, tail)
+        walk_back(final, 0, TAIL.value, commits_tail)
     if not firsts:
         return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
     types = (q.dtype, torch.float32, q.dtype, torch.float32)
@@ -490,40 +428,14 @@ def backward(
         None if w is None else torch.empty(places * span, heads, *w.shape[2:], dtype=dtype, device=q.device)
         for w, dtype in zip(final, types, strict=True)
     )
-    running = empty_weights(final, (places * heads,)) if walk.tile < 4 * d else (None,) * 4
-    untimed = {
-        name: value for name, value in options.items() if name != "TAU"
-    }  # steps of commits are in `store.values`
-    store = between(q, places * span, options, final[1] is not None, tau is not None) if back.split else None
+    running = empty_weights(final, (places * heads,))
     for first in reversed(firsts):
         forward_kernel[(places * heads,)](
-            *given, None, *kept, *running, *states, cu_seqlens, length, n, first, together, span, *strides(q, k, v,
-            eta, q),
-            heads, heads, tau_stride(tau), MODE=SEGMENT.value, KEEP=segment, **options, **launch_options(walk),
+            *given, None, *kept, *running, *states, cu_seqlens, length, n, first, together, span,
+            *strides(q, k, v, eta, q), heads, heads, tau_stride(tau), MODE=SEGMENT.value, KEEP=segment, **options,
+            **launch_options(walk),
         )  # fmt: skip
-        if store is None:
-            walk_back(states, first, WALK.value, True, back)
-            continue
-        at = (cu_seqlens, length, n, first, together, span)
-        sizes = (heads, tau_stride(tau))
-        tiled = options | {"KEEP": segment, "FB": min(64, options["F"]), "num_warps": 4, "num_stages": 1}
-        reading_kernel[(places * span * heads,)](
-            *given, do, dq, deta, *states, *store[:4], store.norm, store.steps, *at, *strides(q, k, v, eta, do, dq,
-            deta), *sizes, **tiled
-        )  # fmt: skip
-        chain_kernel[(n * heads,)](
-            scale, states[2], *store[:5], *dweights, cu_seqlens, length, first, together, span, heads,
-            **untimed, KEEP=segment, num_warps=back.num_warps, num_stages=back.num_stages,
-        )  # fmt: skip
-        tokens_kernel[(places * span * heads,)](
-            k, eta, tau, scale, dk, dv, deta, states[0], store.hidden, store.columns, store.values, store.before_b1,
-            store.norm, store.steps, *at, *strides(k, eta, dk, dv, deta), *sizes, **tiled,
-        )  # fmt: skip
-        norm = store.norm.sum(0)
-        dscale[0] += norm[:, 0]
-        dbias[0] += norm[:, 1]
-        if dtau is not None and store.steps is not None:
-            dtau[0] += store.steps.sum(0)[:, :b]
+        walk_back(states, first, WALK.value, True)
     return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
 
 

@@ -167,5 +167,5 @@ def launch_token(
         *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2], tau_stride(tau), *o.stride()[:2], heads,
         D=d, DP=triton.next_power_of_2(d), F=weights[0].shape[-1], B=size, BIAS=weights[1] is not None, COPIES=not same,
-        **launch_options(config("decode", d, size, weights[0].dtype)),
+        **launch_options(config("decode", d, size)),
     )  # fmt: skip

@@ -1,22 +1,17 @@
 # mypy: disable-error-code="no-untyped-def"
 """Forward kernel of TTT-MLP: a program goes through the mini-batches of one (sequence, head), or of a segment of it.
 
-Whole mini-batches are computed in one of two ways (`tuning.Config.split`):
-- `WALK`: one program per (sequence, head) commits and reads. Least work: the choice where there are programs enough to
-  fill the device.
-- `CHAIN`, then `READ`: the chain only commits, and keeps the weights at the start of every segment of `KEEP`
-  mini-batches; then one program per segment goes through it again from there and writes the outputs. A commit waits for
-  the one before it, a segment of outputs for nothing. The chain writes 32·d²/KEEP bytes per mini-batch and head, and
-  the segments read them back.
-
-Both leave the weights after the last whole mini-batch and, where a backward pass will follow, those at the start of
-every segment. Two launches complete them:
+`WALK`, one program per (sequence, head), commits and reads whole mini-batches. It leaves the weights after the last one
+and, where a backward pass will follow, those at the start of every segment of `KEEP` mini-batches. Two launches
+complete it:
 - `TAIL` takes the tokens after the last whole mini-batch, which read but do not commit: it writes their outputs and
   their update;
 - `SEGMENT` is part of the backward pass: one program per segment goes through it again and writes the weights before
-  every mini-batch, in the type of the operands. Segments do not wait for one another.
+  every mini-batch. Segments do not wait for one another.
 
-The running weights are in registers if a tile holds all hidden units, else in `run_*`, in device memory.
+Hidden units are taken in tiles of `FB`; the running weights are in `run_*`, in device memory, in practice in L2, and pass
+through the registers once per product with them and mini-batch. (With all units in registers, and products of 16 bits,
+an H100 computed something else, or read outside its memory: results/gpu.)
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metattt.kernels.ttt_mlp import tuning
 from metattt.kernels.ttt_mlp.common import (
     dot,
     dot_add,
@@ -47,7 +41,7 @@ from metattt.kernels.ttt_mlp.common import (
 )
 from metattt.kernels.ttt_mlp.tuning import Config
 
-WALK, TAIL, SEGMENT, CHAIN, READ = (tl.constexpr(mode) for mode in range(5))
+WALK, TAIL, SEGMENT = (tl.constexpr(mode) for mode in range(3))
 
 
 @triton.jit
@@ -82,15 +76,13 @@ def forward_kernel(
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
     MODE: tl.constexpr, KEEP: tl.constexpr, BIAS: tl.constexpr, TAU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    RESIDENT: tl.constexpr = FB == F
     OP: tl.constexpr = q.dtype.element_ty
     ONE: tl.constexpr = 1.0 if BIAS else 0.0  # the bias as one more input that is always 1 adds 1 to all inner products
-    READS: tl.constexpr = MODE != SEGMENT and MODE != CHAIN
-    ENDS: tl.constexpr = MODE != SEGMENT and MODE != READ  # whether the weights at the end are written
-    KEEPS: tl.constexpr = KEEP > 0 and MODE != READ
+    READS: tl.constexpr = MODE != SEGMENT
+    KEEPS: tl.constexpr = KEEP > 0
     row = tl.program_id(0)
     n = row // H
-    if ENDS:
+    if READS:
         segment = 0
     else:
         n, segment = segment_of(n, cu_seqlens, N, first, together, B, KEEP, PACKED)
@@ -102,14 +94,14 @@ def forward_kernel(
     if MODE == TAIL:
         lo, hi = whole, whole + (length % B > 0).to(tl.int32)
         at = row.to(tl.int64)
-    elif ENDS:
+    elif READS:
         lo, hi = whole * 0, whole
         at = n * from_stride + h
     else:
         lo = segment * KEEP
         hi = tl.minimum(lo + KEEP, whole)
         at = (slot + segment) * H + h
-    if MODE == TAIL or not ENDS:  # noqa: SIM102 (known when compiling; the length is not)
+    if MODE != WALK:  # noqa: SIM102 (known when compiling; the length is not)
         if hi <= lo:
             return
     run = row.to(tl.int64)
@@ -132,34 +124,24 @@ def forward_kernel(
         steps = tl.load(tau + h * tau_stride + lanes, mask=lanes < B, other=0.0)
         last = tl.load(tau + h * tau_stride + B - 1)
 
-    # The weights at the start: into registers, or to where they run.
+    # The weights at the start, to where they run.
     from_w1 += at * F * D
     from_w2 += at * F * D
-    if ENDS or not RESIDENT:
-        run_w1 += run * F * D
-        run_w2 += run * F * D
+    run_w1 += run * F * D
+    run_w2 += run * F * D
     b1 = tl.zeros([FB], tl.float32)
     b2 = tl.zeros([DP], tl.float32)
     if BIAS:
         from_b1 += at * F
         from_b2 += at * D
-        if ENDS or not RESIDENT:
-            run_b1 += run * F
-            run_b2 += run * D
+        run_b1 += run * F
+        run_b2 += run * D
         b2 = tl.load(from_b2 + rows_at, mask=rows, other=0.0).to(tl.float32)
     units = tl.arange(0, FB)
-    if RESIDENT:
-        w1, w2 = load_tile(from_w1, from_w2, units, rows_at, rows, D, F)
-        w1 = w1.to(tl.float32)
-        w2 = w2.to(tl.float32)
-        o1 = w1.to(OP)
-        o2 = w2.to(OP)
-        if BIAS:
-            b1 = tl.load(from_b1 + units).to(tl.float32)
-    elif MODE == TAIL:  # nothing is committed: the weights are read where they are, `run_*` takes the update
+    if MODE == TAIL:  # nothing is committed: the weights are read where they are, `run_*` takes the update
         now_w1, now_b1, now_w2 = from_w1, from_b1, from_w2
     else:
-        for tile in tl.range(0, F, FB, disable_licm=True):
+        for tile in tl.range(0, F, FB):
             w1, w2 = load_tile(from_w1, from_w2, tile + units, rows_at, rows, D, F)
             store_tile(run_w1, run_w2, tile + units, rows_at, rows, w1, w2, D, F)
             if BIAS:
@@ -176,10 +158,8 @@ def forward_kernel(
         q += (lo * B).to(tl.int64) * q_t
         o += (lo * B).to(tl.int64) * o_t
     kt = load_columns(k, k_t, lanes.to(tl.int64), (lanes < B) & (lo * B + lanes < length), rows_at, rows)
-    # Without `disable_licm` the compiler computes all addresses in on-chip memory before the loop, and spills them.
-    for i in tl.range(lo, hi, disable_licm=True):
-        # 0 (a call has fewer mini-batches), but not to the compiler: what it is part of is made again, not kept
-        z = i >> 30
+    ahead = tl.full([], B, tl.int64)  # times a stride that may be the number 1
+    for i in tl.range(lo, hi):
         if KEEPS:
             if MODE == SEGMENT:
                 kept = ((row // H).to(tl.int64) * span + i - lo) * H + h
@@ -187,40 +167,29 @@ def forward_kernel(
             else:
                 kept = (slot + i // KEEP) * H + h
                 keeps = i % KEEP == 0
-            if keeps:
-                if BIAS:
-                    tl.store(keep_b2 + kept * D + rows_at, b2, mask=rows)
-                if RESIDENT:
-                    store_tile(keep_w1 + kept * F * D, keep_w2 + kept * F * D, units, rows_at, rows, w1, w2, D, F)
-                    if BIAS:
-                        tl.store(keep_b1 + kept * F + units, b1)
+            if keeps and BIAS:
+                tl.store(keep_b2 + kept * D + rows_at, b2, mask=rows)
 
         # What is not needed at once is on its way while the products below are made; the next keys, during all of it.
-        lanes = tl.arange(0, BP) + z
         tokens = lanes.to(tl.int64)
         inside = (lanes < B) & (i * B + lanes < length)
         vt = load_columns(v, v_t, tokens, inside, rows_at, rows)
-        v += (v_t + z).to(tl.int64) * B
+        v += v_t * ahead
         if READS:
             qt = load_columns(q, q_t, tokens, inside, rows_at, rows)
         step = tl.load(eta + tokens * e_t, mask=inside, other=0.0).to(tl.float32)
-        k += (k_t + z).to(tl.int64) * B
+        k += k_t * ahead
         next_kt = load_columns(k, k_t, tokens, (lanes < B) & (i * B + B + lanes < length), rows_at, rows)
         commit = -step if MODE == TAIL else -step * last
         kc = (commit[:, None] * tl.trans(kt).to(tl.float32)).to(OP)  # k with the step of the commit, fp32 → operand
 
         # z2 at the keys, over all hidden units, and the gradient there.
-        if RESIDENT:
-            x, slope = gelu_and_slope(dot(o1, kt) + b1[:, None])
-            x = x.to(OP)
-            z2 = dot(tl.trans(o2), x)
-        else:
-            z2 = tl.zeros([DP, BP], tl.float32)
-            for tile in tl.range(0, F, FB, disable_licm=True):
-                w1, w2 = load_tile(now_w1, now_w2, tile + units, rows_at, rows, D, F)
-                if BIAS:
-                    b1 = tl.load(now_b1 + tile + units)
-                z2 = dot_add(tl.trans(w2.to(OP)), gelu(dot(w1.to(OP), kt) + b1[:, None]).to(OP), z2)
+        z2 = tl.zeros([DP, BP], tl.float32)
+        for tile in tl.range(0, F, FB):
+            w1, w2 = load_tile(now_w1, now_w2, tile + units, rows_at, rows, D, F)
+            if BIAS:
+                b1 = tl.load(now_b1 + tile + units)
+            z2 = dot_add(tl.trans(w2.to(OP)), gelu(dot(w1.to(OP), kt) + b1[:, None]).to(OP), z2)
         g2, _hat, _rstd, _residual, _pull, _along = inner_gradient(z2 + b2[:, None], kt, vt, gamma, beta, rows, D, DP)
         og2 = g2.to(OP)
         g2c = tl.trans((g2 * commit[None, :]).to(OP))
@@ -230,55 +199,39 @@ def forward_kernel(
             score1 = (mix * (dot(tl.trans(kt), qt) + ONE)).to(OP)
 
         # g1 of a tile, its part of the reading, its commit.
-        if RESIDENT:
+        zbar2 = tl.zeros([DP, BP], tl.float32)
+        inner2 = tl.zeros([BP, BP], tl.float32)
+        for tile in tl.range(0, F, FB):
+            w1, w2 = load_tile(now_w1, now_w2, tile + units, rows_at, rows, D, F)
+            if BIAS:
+                b1 = tl.load(now_b1 + tile + units)
+            if KEEPS:  # noqa: SIM102 (known when compiling)
+                if keeps:
+                    store_tile(
+                        keep_w1 + kept * F * D, keep_w2 + kept * F * D, tile + units, rows_at, rows, w1, w2, D, F
+                    )
+                    if BIAS:
+                        tl.store(keep_b1 + kept * F + tile + units, b1)
+            o1 = w1.to(OP)
+            o2 = w2.to(OP)
+            x, slope = gelu_and_slope(dot(o1, kt) + b1[:, None])
+            x = x.to(OP)
             g1 = dot(o2, og2) * slope
             og1 = g1.to(OP)
             if READS:
-                zbar2, inner2 = read_tile(o1, b1, o2, qt, x, og1, score1)
+                read, inner = read_tile(o1, b1, o2, qt, x, og1, score1)
+                zbar2 += read
+                inner2 += inner
             if MODE == TAIL:
                 w1 = tl.zeros([FB, DP], tl.float32)
                 w2 = tl.zeros([FB, DP], tl.float32)
                 b1 = tl.zeros([FB], tl.float32)
             w1 = dot_add(og1, kc, w1)
             w2 = dot_add(x, g2c, w2)
-            o1 = w1.to(OP)
-            o2 = w2.to(OP)
+            store_tile(run_w1, run_w2, tile + units, rows_at, rows, w1, w2, D, F)
             if BIAS:
-                b1 += tl.sum(g1 * commit[None, :], 1)
-        else:
-            zbar2 = tl.zeros([DP, BP], tl.float32)
-            inner2 = tl.zeros([BP, BP], tl.float32)
-            for tile in tl.range(0, F, FB, disable_licm=True):
-                w1, w2 = load_tile(now_w1, now_w2, tile + units, rows_at, rows, D, F)
-                if BIAS:
-                    b1 = tl.load(now_b1 + tile + units)
-                if KEEPS:  # noqa: SIM102 (known when compiling)
-                    if keeps:
-                        store_tile(
-                            keep_w1 + kept * F * D, keep_w2 + kept * F * D, tile + units, rows_at, rows, w1, w2, D, F
-                        )
-                        if BIAS:
-                            tl.store(keep_b1 + kept * F + tile + units, b1)
-                o1 = w1.to(OP)
-                o2 = w2.to(OP)
-                x, slope = gelu_and_slope(dot(o1, kt) + b1[:, None])
-                x = x.to(OP)
-                g1 = dot(o2, og2) * slope
-                og1 = g1.to(OP)
-                if READS:
-                    read, inner = read_tile(o1, b1, o2, qt, x, og1, score1)
-                    zbar2 += read
-                    inner2 += inner
-                if MODE == TAIL:
-                    w1 = tl.zeros([FB, DP], tl.float32)
-                    w2 = tl.zeros([FB, DP], tl.float32)
-                    b1 = tl.zeros([FB], tl.float32)
-                w1 = dot_add(og1, kc, w1)
-                w2 = dot_add(x, g2c, w2)
-                store_tile(run_w1, run_w2, tile + units, rows_at, rows, w1, w2, D, F)
-                if BIAS:
-                    tl.store(run_b1 + tile + units, b1 + tl.sum(g1 * commit[None, :], 1))
-            tl.debug_barrier()  # the next mini-batch reads what other threads wrote
+                tl.store(run_b1 + tile + units, b1 + tl.sum(g1 * commit[None, :], 1))
+        tl.debug_barrier()  # the next mini-batch reads what other threads wrote
 
         if READS:
             score2 = (mix * (inner2 + ONE)).to(OP)
@@ -286,22 +239,17 @@ def forward_kernel(
             hat, _rstd_bar = normalize(zbar2, rows, D, DP)
             out = qt.to(tl.float32) + gamma[:, None] * hat + beta[:, None]
             store_columns(o, o_t, tokens, inside, rows_at, rows, out)
-            q += (q_t + z).to(tl.int64) * B
-            o += (o_t + z).to(tl.int64) * B
+            q += q_t * ahead
+            o += o_t * ahead
         if BIAS:
             if MODE == TAIL:
                 b2 = tl.zeros([DP], tl.float32)
             b2 += tl.sum(g2 * commit[None, :], 1)
-        eta += (e_t + z).to(tl.int64) * B
+        eta += e_t * ahead
         kt = next_kt
 
-    if ENDS:
-        if RESIDENT:
-            store_tile(run_w1, run_w2, units, rows_at, rows, w1, w2, D, F)
-            if BIAS:
-                tl.store(run_b1 + units, b1)
-        if BIAS:
-            tl.store(run_b2 + rows_at, b2, mask=rows)
+    if READS and BIAS:
+        tl.store(run_b2 + rows_at, b2, mask=rows)
 
 
 Weights = tuple[Any, ...]  # (w1, b1, w2, b2): tensors; both biases may be None
@@ -373,40 +321,24 @@ def forward(
 ) -> tuple[Tensor, Weights, Weights, Weights | None]:  # fmt: skip
     """Outputs, committed weights, open update, and the weights before every `segment`-th mini-batch (segment 0: none).
 
-    `weights` are `[H, ...]`, for all sequences, or `[N, H, ...]`, contiguous. A split launch keeps the weights for
-    itself where `segment` is 0: 32·d² bytes per `tuning.SEGMENT` mini-batches and head.
+    `weights` are `[H, ...]`, for all sequences, or `[N, H, ...]`, contiguous.
     """
     _, length, heads, _ = q.shape
     n = sequences(q, cu_seqlens)
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     final = empty_weights(weights, (n, heads))
     update = empty_weights(weights, (n, heads), zero=True)  # of a sequence without a tail no program writes it
-    keep = segment or (tuning.SEGMENT if launch.split else 0)
-    kept = empty_weights(weights, (slots(q, cu_seqlens, b, keep), heads)) if keep else (None,) * 4
+    kept = empty_weights(weights, (slots(q, cu_seqlens, b, segment), heads)) if segment else (None,) * 4
     given = (q, k, v, eta, tau, scale, bias, o)
-    nothing = (None,) * 4
     whole = (cu_seqlens, length, n, 0, 0, 0)
     counts = (*strides(q, k, v, eta, o), heads)
     options = padded(q.shape[-1], b) | options_of(weights, tau, cu_seqlens) | launch_options(launch)
     own = heads if weights[0].dim() == 4 else 0
-    mode = CHAIN if launch.split else WALK
     forward_kernel[(n * heads,)](
-        *given, *weights, *final, *kept, *whole, *counts, own, tau_stride(tau), MODE=mode.value, KEEP=keep, **options
+        *given, *weights, *final, *kept, *whole, *counts, own, tau_stride(tau), MODE=WALK.value, KEEP=segment, **options
     )
-    if launch.split:
-        resident = launch.tile == weights[0].shape[-1]
-        firsts, together, places, _ = groups(
-            q, cu_seqlens, b, keep, slots(q, cu_seqlens, b, keep) * heads if resident else tuning.PROGRAMS
-        )
-        running = nothing if resident else empty_weights(weights, (places * heads,))
-        for first in firsts:
-            span = (cu_seqlens, length, n, first, together, 0)
-            forward_kernel[(places * heads,)](
-                *given, *kept, *running, *nothing, *span, *counts, heads, tau_stride(tau), MODE=READ.value, KEEP=keep,
-                **options
-            )  # fmt: skip
     if cu_seqlens is not None or length % b:
-        states = (*final, *update, *nothing)
+        states = (*final, *update, *(None,) * 4)
         forward_kernel[(n * heads,)](
             *given, *states, *whole, *counts, heads, tau_stride(tau), MODE=TAIL.value, KEEP=0, **options
         )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.operator import Pass, Results, empty_like_tokens
-from metattt.kernels.triton.device import multiprocessors
 from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows
 from metattt.kernels.ttt_mlp import tuning
 from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
@@ -18,6 +17,7 @@ from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 
 class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
     name = "ttt_mlp.triton"
+    operands = torch.float32
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         width, hidden = given.weights["w1"].shape[-2:]
@@ -26,7 +26,7 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
         return super().reason_rejected(given)
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
-        return tuning.shared_bytes(width, size, dtype)
+        return tuning.shared_bytes(width, size)
 
     def group_size(self, given: MiniBatches, sequences: int) -> int:
         return tuning.SEGMENT
@@ -70,10 +70,7 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
         return gradients(call.given, (found.k, found.v, found.q, found.eta), others)
 
     def _launch(self, kernel: str, call: Pass) -> tuning.Config:
-        k, size = call.given.tokens.k, call.given.size
-        batch, heads, length, width = k.shape
-        chunks = batch * length // (size * max(call.sequences, 1))
-        return tuning.config(kernel, width, size, k.dtype, call.sequences * heads // multiprocessors(k.device), chunks)
+        return tuning.config(kernel, call.given.tokens.k.shape[-1], call.given.size)
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         hidden = given.weights["w1"].shape[-1]
