@@ -23,8 +23,8 @@ OPERATIONS = {
 }  #: folder → its oracle and weights
 MINI_BATCHES = 17  #: more than a segment of the backward pass
 AT_MOST = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Relative errors of outputs, of gradients of W0 and norms, and of those of the tokens of any mini-batch. Rounding gives
-a tenth of that (the derivatives of token steps cancel, and are not compared); wrong code gave 0.7 and more."""
+"""Relative errors of outputs, of gradients of W0 and norms, and of those of the tokens of any mini-batch. Rounding
+gives a tenth of that (the derivatives of token steps cancel, and are not compared); wrong code gave 0.7 and more."""
 
 _FOUND: dict[tuple[object, ...], str | None] = {}
 
@@ -70,7 +70,8 @@ def _errors(
 
     length, hidden = MINI_BATCHES * size, 4 * width
     views = {part: normal(2, length, heads, width, std=1 if part == "v" else width**-0.5).to(dtype) for part in "qkv"}
-    shapes = [(width, width), (width,)] if len(weights) == 2 else [(width, hidden), (hidden,), (hidden, width), (width,)]
+    mlp = [(width, hidden), (hidden,), (hidden, width), (width,)]
+    shapes = [(width, width), (width,)] if len(weights) == 2 else mlp
     given: dict[str, Any] = {**views, "eta": torch.rand(2, length, heads, generator=draw) / (16 * width)}
     for part, shape in zip(weights, shapes, strict=True):
         given[part] = normal(heads, *shape, std=shape[0] ** -0.5 / 4) if biased or len(shape) == 2 else None
@@ -79,9 +80,8 @@ def _errors(
     cotangent = normal(2, length, heads, width, std=1.0).to(device)
 
     def results(function: Callable[..., Any], narrow: bool) -> dict[str, Tensor]:
-        leaves = {
-            part: (x if narrow else x.double()).to(device).requires_grad_() for part, x in given.items() if x is not None
-        }
+        there = {part: x.to(device) for part, x in given.items() if x is not None}
+        leaves = {part: (x if narrow else x.double()).detach().requires_grad_() for part, x in there.items()}
         taus = None if steps is None else (steps if narrow else steps.double()).to(device)
         o = function(**{part: leaves.get(part) for part in given}, tau=taus, mini_batch_size=size)[0]
         found = torch.autograd.grad(o, list(leaves.values()), cotangent.to(o.dtype))
@@ -90,7 +90,9 @@ def _errors(
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         found, right = results(run, True), results(equations, False)
     of_tokens = {"output", *(f"gradient of {part}" for part in ("q", "k", "v", "eta"))}
-    return {part: _error(found[part].double(), x, MINI_BATCHES if part in of_tokens else 1) for part, x in right.items()}
+    return {
+        part: _error(found[part].double(), x, MINI_BATCHES if part in of_tokens else 1) for part, x in right.items()
+    }
 
 
 def _error(found: Tensor, right: Tensor, mini_batches: int) -> float:

@@ -72,9 +72,9 @@ class OnGPU(Operation):
             )
         if not tokens.views.k.is_cuda:
             return None
-        name, heads, biased = self.name.partition(".")[0], tokens.views.k.shape[1], len(given.weights) == len(self.weights)
-        tau = given.tau is not None
-        return disagreement(name, tokens.views.k.device, given.matmul_dtype, width, given.size, heads, biased, tau)
+        name, k, dtype = self.name.partition(".")[0], tokens.views.k, given.matmul_dtype
+        biased = len(given.weights) == len(self.weights)
+        return disagreement(name, k.device, dtype, width, given.size, k.shape[1], biased, given.tau is not None)
 
     def part(self, tensors: Sequence[Tensor | None]) -> Part:
         """Tensors that `flat` ends with, or likewise, as a `Part`."""

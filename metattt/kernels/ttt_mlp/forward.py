@@ -9,9 +9,9 @@ complete it:
 - `SEGMENT` is part of the backward pass: one program per segment goes through it again and writes the weights before
   every mini-batch. Segments do not wait for one another.
 
-Hidden units are taken in tiles of `FB`; the running weights are in `run_*`, in device memory, in practice in L2, and pass
-through the registers once per product with them and mini-batch. (With all units in registers, and products of 16 bits,
-an H100 computed something else, or read outside its memory: results/gpu.)
+Hidden units are taken in tiles of `FB`; the running weights are in `run_*`, in device memory, in practice in L2, and
+pass through the registers once per product with them and mini-batch. (With all units in registers, and products of 16
+bits, an H100 computed something else, or read outside its memory: results/gpu.)
 """
 
 from __future__ import annotations

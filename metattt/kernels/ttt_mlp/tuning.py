@@ -35,8 +35,8 @@ PROGRAMS = 264  # that recompute segments at the same time, at most: two per mul
 TABLE: dict[str, Sequence[Any]] = {}  #: `key` → fields of `Config`
 
 #: (d, b), padded → most bytes of shared memory of a program of any kernel of the two passes with operands of fp32, as
-#: compiled for compute capability 9.0 by the Triton that takes most of 3.6, 3.8 and 3.9; a smaller b has the figure of a
-#: larger one where only that was compiled. `tests/kernels/test_triton_launches.py` compiles the largest that are accepted.
+#: compiled for compute capability 9.0 by the Triton that takes most of 3.6, 3.8 and 3.9; a smaller b has the figure of
+#: a larger one where only that was compiled. `tests/kernels/test_triton_launches.py` compiles the largest accepted.
 SHARED: dict[tuple[int, int], int] = {
     **{(32, b): 114_688 for b in (16, 32)},
     (32, 64): 294_912,
@@ -81,4 +81,5 @@ def variants(width: int, size: int) -> Iterator[tuple[str, Callable[[], Callable
         used = config(kernel, width, size)
         for tile, warps in ((32, 4), (64, 4), (64, 8), (128, 8)):
             if (other := Config(tile, warps, 1)) != used:
-                yield f"{kernel}: tiles of {tile}, {warps} warps", partial(changed, TABLE, {key(kernel, width, size): other})
+                entry = {key(kernel, width, size): other}
+                yield f"{kernel}: tiles of {tile}, {warps} warps", partial(changed, TABLE, entry)
