@@ -10,6 +10,8 @@ from torch import Tensor
 
 import metattt
 from metattt.bidirectional import Bidirectional
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.testing.specimen import randomize
 
@@ -66,3 +68,17 @@ def test_what_it_does_not_take() -> None:
         Bidirectional(16, torch.nn.Linear(16, 16))
     with pytest.raises(MetaTTTError, match="of dim=8: it must be"):
         Bidirectional(16, metattt.build("layer=ttt_linear", "dim=8", "num_heads=2"))
+
+
+def test_a_configuration_chooses_both_directions() -> None:
+    """Of a layer, and of those of a model; what predicts the next token refuses it."""
+    torch.manual_seed(0)
+    both = metattt.build("layer=delta_net", "direction=both", "seed=0", dim=16, num_heads=2)
+    alone = metattt.build("layer=delta_net", "seed=0", dim=16, num_heads=2)
+    assert isinstance(both, Bidirectional) and torch.equal(both.layer(tokens().float())[0], alone(tokens().float())[0])
+    images = instantiate_model(compose("experiment=digits_pixel", "direction=both", job="train"))
+    assert sum(isinstance(module, Bidirectional) for module in images.modules()) == len(images.blocks)
+    with pytest.raises(MetaTTTError, match=r"Bidirectional declares causal = False.*direction=forward"):
+        instantiate_model(compose("direction=both", "dim=16", "num_heads=2", job="train"))
+    with pytest.raises(MetaTTTError, match=r"direction=left is not allowed: choose from forward, both"):
+        metattt.build("direction=left", dim=16)

@@ -13,11 +13,13 @@ from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.messages import explain_instantiation
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice
 
 if TYPE_CHECKING:
     from metattt.layer import TTTLayer
     from metattt.models.language_model import LanguageModel
+
+DIRECTIONS = ("forward", "both")
 
 
 def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
@@ -42,13 +44,22 @@ def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
 
 def instantiate_layer(cfg: DictConfig) -> TTTLayer:
     """A new layer from `cfg.layer`, with its own task, learner and optimizer (or, of `layer=titans_mag` and the like, a
-    `Combined` of two; of `layer=mamba` and the like, a `Mixer`).
+    `Combined` of two; of `layer=mamba` and the like, a `Mixer`; with `direction=both` a `Bidirectional` of it).
 
     Raises:
-        MetaTTTError: as `instantiate_part`.
+        MetaTTTError: as `instantiate_part`; another direction.
     """
-    layer: TTTLayer = instantiate_part(cfg, "layer")
-    return layer
+    return _directed(cfg, instantiate_part(cfg, "layer"))
+
+
+def _directed(cfg: DictConfig, layer: Any) -> Any:
+    direction = cfg.get("direction", DIRECTIONS[0])  # older checkpoints say none
+    check_choice("direction", direction, DIRECTIONS)
+    if direction == "forward":
+        return layer
+    from metattt.bidirectional import Bidirectional
+
+    return Bidirectional(layer.dim, layer)
 
 
 def instantiate_model(cfg: DictConfig) -> LanguageModel:
@@ -86,7 +97,7 @@ def _pattern(cfg: DictConfig) -> list[Callable[[], Any]] | None:
 
     def make(name: str) -> Any:
         try:
-            return instantiate_part(layers, name)
+            return _directed(cfg, instantiate_part(layers, name))
         except MetaTTTError as error:
             raise MetaTTTError(f"model.blocks, {name}: {error}") from error
 

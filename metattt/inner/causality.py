@@ -67,7 +67,7 @@ def declared(layer: nn.Module) -> str | None:
     if not getattr(layer, "causal", True):
         return (
             f"{type(layer).__name__} declares causal = False: choose a causal layer, e.g. layer=attention (see "
-            "metattt layers)"
+            "metattt layers), and direction=forward"
         )
     return None
 
