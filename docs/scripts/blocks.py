@@ -26,7 +26,7 @@ def stdlib() -> str:
     first, *others = (f"{found[seed]:.4f}" for seed in sorted(found))
     return (
         f"Training takes minutes on two cores and ends at {first} bits per byte of validation text ({' and '.join(others)} with seeds\n"
-        "1 and 2, whose validation files are others; [runs](results/stdlib/runs.md)). The last line compares this with byte n-gram\n"
+        "1 and 2, whose validation files are others; [runs](results/stdlib/runs.md)). A table at the end compares it with byte n-gram\n"
         "baselines from the same text. The folder under `runs/` has a checkpoint, a CSV log and this plot (seed 0):\n"
     )
 

@@ -60,6 +60,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     made: dict[str, _Beside | _InPlace] = {}
     for name in names:
         module = model.get_submodule(name)
+        if isinstance(module, _Beside | _InPlace):
+            raise MetaTTTError(f"{name} has an attached layer already: call its `detach()` first")
         if layer == IN_PLACE:
             made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), dict(settings))
         else:
@@ -72,6 +74,9 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
 
 class Attached:
     """What was attached to a model.
+
+    `model.save_pretrained` writes the pretrained tensors under the names that they had, and those of attached layers
+    beside them: `from_pretrained` of that folder is the pretrained model. `save` is for the layers.
 
     Attributes:
         model: the model.
@@ -265,6 +270,23 @@ def _states(cache: Any) -> dict[str, Any]:
 # -- what stands in the places -----------------------------------------------------------------------------------------
 
 
+def _as_before(module: nn.Module, inside: str) -> None:
+    """What `module.<inside>` holds keeps the names in state dicts that it had without `module`: a folder that
+    `save_pretrained` writes is still one of the pretrained model, with some tensors more."""
+
+    def out(module: nn.Module, held: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in [one for one in held if one.startswith(f"{prefix}{inside}.")]:
+            held[prefix + name.removeprefix(f"{prefix}{inside}.")] = held.pop(name)
+
+    def back(module: nn.Module, held: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name in module.get_submodule(inside).state_dict():
+            if prefix + name in held:
+                held[f"{prefix}{inside}.{name}"] = held.pop(prefix + name)
+
+    module.register_state_dict_post_hook(out)
+    module.register_load_state_dict_pre_hook(back)
+
+
 class _Beside(nn.Module):
     """An attention with a sequence layer beside it, or in its place."""
 
@@ -281,6 +303,7 @@ class _Beside(nn.Module):
         self.layer = build(layer, dim=dim, **heads).to(like.device, like.dtype)
         self.scale = nn.Parameter(like.new_zeros(()))
         self.__dict__["call"] = call
+        _as_before(self, "pretrained")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -323,6 +346,7 @@ class _InPlace(nn.Module):
             raise MetaTTTError(f"layer={IN_PLACE} has the settings chunk, lr, project and labels: {error}") from error
         self.name, self.labels = name, labels
         self.__dict__.update(call=call, entered=None)
+        _as_before(self, "map.linear")
         self._hook = mlp.register_forward_pre_hook(self._enter)
 
     @property

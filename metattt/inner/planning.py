@@ -18,7 +18,7 @@ from metattt.inner.checks import check_tokens
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Tokens
-from metattt.inner.trial import check_alone, check_token_local, looks_ahead, unsupported
+from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
 from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
@@ -74,6 +74,7 @@ def make_plan(
             )
         return Plan("")
     task, learner = materialized(task), materialized(learner)
+    remembered(learner, task, ("width",), lambda: check_width(learner, num_heads, d_in, head_dim))
     covered: list[Kernel] = []
     reasons = {} if outer == "exact" else {"kernels": f"layer.outer={outer}, and they differentiate exactly"}
     if form in ("auto", "fused") and outer == "exact":

@@ -39,6 +39,23 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
     return None
 
 
+def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None:
+    """Raises an error for a learner whose `forward` gives something else than one prediction a token.
+
+    Raises:
+        MetaTTTError: predictions of another shape than `[B, H, T, d_out]`.
+    """
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        fast, slow, k, _ = _tiny(None, learner, num_heads, d_in)
+        y = learner(FastWeights(fast, slow, k.dtype), k)
+    if not isinstance(y, Tensor) or y.shape != (*k.shape[:-1], d_out):
+        found = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise MetaTTTError(
+            f"{type(learner).__name__}.forward returns {found} for tokens {list(k.shape)}: expected "
+            f"{[*k.shape[:-1], d_out]}, a prediction of width d_out={d_out} for each"
+        )
+
+
 def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
     """Raises an error for a learner or loss that mixes tokens without declaring it, or sees later tokens: its gradients
     would be wrong.
@@ -117,7 +134,7 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
 
 
 def _tiny(
-    task: Task, learner: Learner, num_heads: int, d_in: int, batch: int = 1, count: int = 4
+    task: Task | None, learner: Learner, num_heads: int, d_in: int, batch: int = 1, count: int = 4
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
     """Random weights (W0 may be zero, which hides everything), random tokens and labels, in double precision. (Four
     tokens are also a map.)"""
@@ -126,6 +143,7 @@ def _tiny(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    label_dim = d_in if task is None else task.label_dim
     fast = {name: random(batch, *shape) for name, shape in learner.shapes.items() if name in learner.init}
     slow = {name: random(*shape) for name, shape in learner.shapes.items() if name in learner.slow}
-    return fast, slow, random(batch, num_heads, count, d_in), random(batch, num_heads, count, task.label_dim)
+    return fast, slow, random(batch, num_heads, count, d_in), random(batch, num_heads, count, label_dim)

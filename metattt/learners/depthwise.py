@@ -58,7 +58,10 @@ class Depthwise(Learner):
         count = x.shape[2]
         columns = math.isqrt(count) if self.columns is None else self.columns
         if self.columns is None and columns**2 != count:
-            raise MetaTTTError(f"{count} tokens are no square map: set learner.columns to the width of the map")
+            raise MetaTTTError(
+                f"{count} tokens are no square map: set learner.columns (of layer=vittt layer.second.learner.columns) "
+                "to its width; class tokens have no place in it"
+            )
         rows, side = -(-count // columns), self.size // 2
         whole = F.pad(x, (0, 0, 0, rows * columns - count)).unflatten(2, (rows, columns))
         around = F.pad(whole, (0, 0, side, side, side, side))

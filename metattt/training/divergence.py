@@ -94,6 +94,11 @@ class Divergence(lightning.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_weights(trainer, pl_module)
 
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        loss = trainer.callback_metrics.get("validation/loss")
+        if trainer.state.fn == TrainerFn.FITTING and loss is not None and not torch.isfinite(loss):
+            say(trainer, f"step {trainer.global_step}: the validation loss is {loss.item()}; {advice(pl_module)}")
+
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -193,6 +193,26 @@ def test_mistakes_are_named() -> None:
         made(IDS, **{CACHE: cache_of(full)})
 
 
+@pytest.mark.parametrize("kind", ["ttt_linear", "in_place"])
+def test_what_transformers_saves_is_still_the_pretrained_model(kind: str, tmp_path: Path) -> None:
+    """Its tensors keep their names, and the new ones stand beside them; both are read back into the model."""
+    made = llama()
+    before, names = made(IDS).logits, set(made.state_dict())
+    own = attached(made, kind)
+    made.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(plain(IDS).logits, before)
+    held = {name: x.clone() for name, x in made.state_dict().items()}
+    assert held.keys() - names == {name for name, _ in own.named_parameters()}
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(1)
+    made.load_state_dict(held)
+    assert torch.equal(made(IDS).logits, before)
+    with pytest.raises(MetaTTTError, match=r"has an attached layer already: call its `detach\(\)` first"):
+        attached(made, kind)
+
+
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     made, file = llama(), tmp_path / "layers"
     own = attached(made, "in_place")

@@ -16,6 +16,7 @@ from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Linear
 from metattt.learners.base import Learner
+from metattt.learners.weight import Weight
 from metattt.modules import expand_like
 from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Momentum, StepSize
 from metattt.state import Context, DataGates, Tensors
@@ -265,3 +266,41 @@ def test_settings_that_come_too_late() -> None:
     layer.optimizer.steps = 2
     with pytest.raises(MetaTTTError, match=r"optimizer\.steps=2 .* would show queries the future"):
         layer(x)
+
+
+class Forgetful(BlockRule):
+    """A slot that it names and does not return would be zero in every mini-batch."""
+
+    own_slots = ("squares",)
+
+    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
+        return {"commit": memory["commit"]}
+
+
+class Bare(Forgetful):
+    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
+        return memory["commit"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [(Forgetful, r"Forgetful\.move returns \['commit'\]: it must return squares, too"), (Bare, "it must return commit, squares")],
+)
+def test_a_move_returns_every_slot(rule: type[BlockRule], told: str) -> None:
+    with pytest.raises(MetaTTTError, match=told):
+        TTTLayer(8, 2, task(), Linear(), rule(4))(torch.randn(1, 8, 8))
+
+
+class OneNumber(Learner):
+    def weights(self, d_in: int, d_out: int) -> Any:
+        return {"w": Weight((d_in, 1))}
+
+    def forward(self, w: Any, x: Tensor) -> Tensor:
+        return w.linear(x, "w")
+
+
+def test_a_prediction_of_another_width_is_refused() -> None:
+    told = r"OneNumber\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]"
+    for norm in (True, False):
+        with pytest.raises(MetaTTTError, match=told):
+            TTTLayer(8, 2, task(), OneNumber(norm=norm), GradientDescent(4))

@@ -165,6 +165,17 @@ def test_a_skipped_step_leaves_weights_and_moments(
     assert kept == [{"skipped": [3]}]
 
 
+def test_a_validation_that_is_not_finite_is_said(
+    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training loss may be finite where validation texts are not: the run goes on, and says what helps."""
+    add = LanguageModeling.add_to_validation
+    spoilt = lambda self, **figures: add(self, **{name: (NAN * total, count) for name, (total, count) in figures.items()})  # noqa: E731
+    monkeypatch.setattr(LanguageModeling, "add_to_validation", spoilt)
+    assert main(["train", *settings]) == 0
+    assert "step 6: the validation loss is nan; lower training.lr" in capsys.readouterr().err
+
+
 def test_a_run_that_does_not_recover_stops(settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_loss(monkeypatch, *range(1, 9), value=INF)
     with pytest.raises(MetaTTTError, match=r"step 2: .*\n1 of the last 100 steps were skipped already: lower"):
