@@ -6,6 +6,7 @@ functions here walk the chain to that link and return the message of a `MetaTTTE
 
 import difflib
 import re
+import sys
 import traceback
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -214,7 +215,13 @@ def explain_instantiation(error: BaseException, part: str) -> str:
         missing = _key_of_a_part(cause.full_key or key)
         return f"`{missing}` has no value: give {missing}={'package.Class' if missing.endswith('_target_') else '...'}"
     if located := re.search(r"Error locating target '(.*?)'", text):
-        return f"`{key}._target_={located[1]}` cannot be imported: {first_line(cause)}"
+        module, _, name = located[1].rpartition(".")
+        there = vars(sys.modules[module]) if module in sys.modules else None
+        if there is None or name in there:
+            return f"`{key}._target_={located[1]}` cannot be imported: {first_line(cause)}"
+        own = [one for one, value in there.items() if isinstance(value, type) and value.__module__ == module]
+        hint = f" Did you mean `{key}._target_={module}.{near}`?" if (near := nearest(name, own)) else ""
+        return f"`{key}._target_={located[1]}` cannot be imported: {module} has no {name}.{hint}"
     called = re.search(r"Error in call to target '(.*?)'", text)
     if called is None:
         return f"{key}: {first_line(cause)}"
