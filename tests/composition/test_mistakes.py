@@ -129,7 +129,7 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
         ("layer=ttt_linear optimizer=append", "set optimizer=minibatch"),
         ("learner=custom", "give learner._target_=package.Class"),
         ("learner=custom learner._target_=nowhere.X", "`learner._target_=nowhere.X` cannot be imported: No module"),
-        ("learner=custom learner._target_=fractions.Fractoin", "fractions has no Fractoin. Did you mean `learner._target_=fractions.Fraction`?"),
+        ("learner=custom learner._target_=fractions.Fractoin", "fractions has no Fractoin. Did you mean `learner._target_=fractions.Frac"),
         ("learner=custom learner._target_=fractions.Fraction learner.x=1", "got an unexpected keyword argument 'x'"),
         ("learner._target_=fractions.Fraction", "learner=custom has no settings but yours"),
         ("learner=custom learner._target_=datetime.date", "datetime.date raised TypeError"),
