@@ -166,10 +166,7 @@ def ceiling(subject: str, case: Case, device: str) -> Found:
 def variants(subject: str, case: Case) -> dict[str, Callable[[], Callable[[], None]]]:
     """Changes of the launch for a timed case, by name, from the operation's `tuning.variants`: each makes the change,
     and returns what takes it back."""
-    programs = case["tokens"] // case["length"] * case["heads"]
-    units = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
-    offered = {name: case[name] for name in ("width", "size", "heads", "length")}
-    offered |= {"dtype": DTYPES[case["dtype"]], "programs": programs, "per_sm": min(programs // units, 4)}
+    offered = {"width": case["width"], "size": case["size"], "dtype": DTYPES[case["dtype"]]}
     function = importlib.import_module(f"metattt.kernels.{subject}.tuning").variants
     return dict(function(**{name: offered[name] for name in inspect.signature(function).parameters if name in offered}))
 

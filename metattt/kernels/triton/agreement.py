@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def disagreement(
     """
     key = (name, device, dtype, width, size, heads, biased, tau)
     if key not in _FOUND:
-        errors = _errors(*key)
+        with _apart(device):
+            errors = _errors(*key)
         worst = max(errors, key=lambda part: errors[part])
         wrong = errors[worst] > AT_MOST[dtype]
         off = f"{errors[worst]:.0%} off" if errors[worst] < torch.inf else "not finite"
@@ -76,23 +78,37 @@ def _errors(
     for part, shape in zip(weights, shapes, strict=True):
         given[part] = normal(heads, *shape, std=shape[0] ** -0.5 / 4) if biased or len(shape) == 2 else None
     given |= {"norm_scale": 1 + normal(heads, width, std=0.1), "norm_bias": normal(heads, width, std=0.1)}
+    cotangent = normal(2, length, heads, width, std=1.0)
     steps = (1 / torch.arange(1.0, size + 1)).unsqueeze(0) if tau else None
-    cotangent = normal(2, length, heads, width, std=1.0).to(device)
 
     def results(function: Callable[..., Any], narrow: bool) -> dict[str, Tensor]:
         there = {part: x.to(device) for part, x in given.items() if x is not None}
         leaves = {part: (x if narrow else x.double()).detach().requires_grad_() for part, x in there.items()}
         taus = None if steps is None else (steps if narrow else steps.double()).to(device)
         o = function(**{part: leaves.get(part) for part in given}, tau=taus, mini_batch_size=size)[0]
-        found = torch.autograd.grad(o, list(leaves.values()), cotangent.to(o.dtype))
+        found = torch.autograd.grad(o, list(leaves.values()), cotangent.to(o))
         return {"output": o.detach()} | {f"gradient of {part}": x for part, x in zip(leaves, found, strict=True)}
 
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        found, right = results(run, True), results(equations, False)
+    found, right = results(run, True), results(equations, False)
     of_tokens = {"output", *(f"gradient of {part}" for part in ("q", "k", "v", "eta"))}
     return {
         part: _error(found[part].double(), x, MINI_BATCHES if part in of_tokens else 1) for part, x in right.items()
     }
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Derivatives in full precision, whatever the call is in that asks first: inference mode, autocast, or a mode in
+    which the host may not wait for the device, as it does here."""
+    before = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        try:
+            if before:
+                torch.cuda.set_sync_debug_mode(0)
+            yield
+        finally:
+            if before:
+                torch.cuda.set_sync_debug_mode(before)
 
 
 def _error(found: Tensor, right: Tensor, mini_batches: int) -> float:
