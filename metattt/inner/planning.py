@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -118,15 +117,42 @@ def make_plan(
 
 def tried(ask: Callable[[], T]) -> T | None:
     """A part's result for a random token; None if the part cannot run when the layer is built. (Every call is checked,
-    too.)"""
-    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
-        return ask()
-    return None
+    too.)
+
+    Raises:
+        MetaTTTError: `returned`.
+    """
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            return ask()
+        except WrongReturn:
+            raise
+        except Exception:  # a part of one's own may need more than a token
+            return None
+
+
+class WrongReturn(MetaTTTError):
+    """A method of a part returns something else than its contract says."""
+
+
+def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...]]) -> Any:
+    """What `found` is a pair of, with the state for the next call.
+
+    Raises:
+        WrongReturn: it is no such pair.
+    """
+    if type(found) is not tuple or len(found) != 2 or not isinstance(found[0], tuple):
+        name = type(found).__name__
+        raise WrongReturn(
+            f"{type(part).__name__}.{method} returns a {name}: it must return ({kind.__name__}, state), with the state "
+            "that it was given if the next call needs nothing"
+        )
+    return found
 
 
 def views_of(task: Task, dim: int, mini_batch_size: int) -> Views:
     """A task's views of one random token."""
-    return task.views(*_token(task, dim), _context(mini_batch_size))[0]
+    return returned(task, "views", task.views(*_token(task, dim), _context(mini_batch_size)), Views)[0]
 
 
 def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object:
@@ -135,7 +161,7 @@ def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> 
     x, state = _token(rule, dim)
     k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
     ctx = _context(rule.mini_batch_size)
-    found, state = rule.gates(x, state, ctx)
+    found, state = returned(rule, "gates", rule.gates(x, state, ctx), Gates)
     return rule.prepare(Views(k, k, k), found, x, state, ctx)[1] if isinstance(found, Gates) else found
 
 

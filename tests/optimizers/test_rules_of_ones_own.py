@@ -304,3 +304,25 @@ def test_a_prediction_of_another_width_is_refused() -> None:
     for norm in (True, False):
         with pytest.raises(MetaTTTError, match=told):
             TTTLayer(8, 2, task(), OneNumber(norm=norm), GradientDescent(4))
+
+
+class Stateless(GradientDescent):
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> Any:
+        return super().gates(x, state, ctx)[0]
+
+
+class Viewless(Reconstruction):
+    def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> Any:
+        return super().views(x, state, ctx, **given)[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "rule", "told"),
+    [
+        (task, Stateless, r"Stateless\.gates returns a Gates: it must return \(Gates, state\)"),
+        (Viewless, GradientDescent, r"Viewless\.views returns a Views: it must return \(Views, state\)"),
+    ],
+)
+def test_what_is_handed_on_is_not_forgotten(part: Any, rule: Any, told: str) -> None:
+    with pytest.raises(MetaTTTError, match=told):
+        TTTLayer(8, 2, part(), Linear(), rule(4))
