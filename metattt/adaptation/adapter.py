@@ -219,13 +219,18 @@ class Adapter:
         """Goes on from a file of `save`.
 
         Raises:
-            MetaTTTError: no such file, one that is damaged or of another model, or other fast weights than these.
+            MetaTTTError: no such file, one that is damaged or of another model, other fast weights than these, or
+                those of another rule.
         """
         device = next(self.base.parameters()).device
         state = read_state(path, Adapted, device, self.base)
         held = {name: tuple(value.shape[2:]) for name, value in state.weights["commit"].items()}
         if held != {name: tuple(value.shape[1:]) for name, value in self.fast.start.items()}:
             raise MetaTTTError(f"{path} holds other fast weights: make the adapter with the same fast and rank")
+        if not state.weights.keys() <= set(self.rule.slots) or state.waiting >= self.rule.mini_batch_size:
+            raise MetaTTTError(
+                f"{path} was made by another rule: make the adapter with the same rule and mini_batch_size"
+            )
         self.state, self._documents = state, max(state.documents) + 1
 
     # -- one call ------------------------------------------------------------------------------------------------------

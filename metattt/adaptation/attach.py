@@ -21,6 +21,7 @@ from metattt.adaptation.in_place import InPlaceLinear
 from metattt.checkpoints.tensors import read_described, write_tensors
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
+from metattt.inner.causality import Causality
 from metattt.io import check_own, parse, path_of, replaced
 from metattt.optional import need
 
@@ -48,7 +49,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
             enters the MLP (the default), or `embeddings`, the model's embeddings of the tokens.
 
     Raises:
-        MetaTTTError: no such module, one of another kind, or settings that do not fit.
+        MetaTTTError: no such module, one of another kind, settings that do not fit, or a layer whose outputs depend on
+            later tokens.
     """
     check_choice("how", how, ("beside", "replace"))
     names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
@@ -66,6 +68,10 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
             made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), dict(settings))
         else:
             made[name] = _Beside(name, module, call, layer, how, _width(model), settings)
+    causality = Causality()
+    for one in made.values():
+        if isinstance(one, _Beside):
+            causality.check(one.layer, _width(model))
     for name, one in made.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, one)

@@ -6,15 +6,15 @@ from collections.abc import Container
 KEYS = {  # our key: other names for it; where a name stands twice, the first key counts that the command has
     "training.lr": "lr learning_rate max_lr peak_lr outer_lr",
     "optimizer.base_lr": "inner_lr base_lr eta ttt_lr ttt_base_lr inner_learning_rate lr learning_rate",
-    "trainer.max_steps": "steps max_steps num_steps n_steps total_steps train_steps iterations max_iters "
-    "num_iterations epochs max_epochs",
+    "trainer.max_steps": "training.steps training.max_steps steps max_steps num_steps n_steps total_steps train_steps "
+    "iterations max_iters num_iterations epochs max_epochs",
     "optimizer.steps": "inner_steps num_inner_steps steps",
     "data.batch_size": "batch_size batch bs per_device_train_batch_size micro_batch_size",
     "optimizer.mini_batch_size": "mini_batch_size inner_batch_size chunk_size inner_chunk_size ttt_batch_size",
     "model.num_layers": "num_layers n_layers n_layer num_blocks n_blocks depth num_hidden_layers layers",
-    "model.depth": "num_layers n_layers n_layer num_blocks n_blocks depth num_hidden_layers layers",
+    "model.depth": "model.num_layers num_layers n_layers n_layer num_blocks n_blocks depth num_hidden_layers layers",
     "dim": "d_model n_embd embed_dim hidden_size hidden_dim width model_dim model.hidden_size",
-    "num_heads": "heads n_heads n_head nheads num_attention_heads",
+    "num_heads": "heads n_heads n_head nheads num_attention_heads model.num_heads",
     "task.kv_heads": "num_kv_heads n_kv_heads num_key_value_heads kv_heads num_query_groups",
     "learner.window": "sliding_window window_size attention_window",
     "learner.sinks": "num_sinks sink_tokens attention_sinks num_sink_tokens",

@@ -99,7 +99,8 @@ class BlockRule(StepSize):
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
         moved = self.move(memory | begun, alpha, beta)
-        if missing := [slot for slot in ("commit", *self.own_slots) if slot not in moved]:
+        if not {"commit", *self.own_slots} <= moved.keys():
+            missing = [slot for slot in ("commit", *self.own_slots) if slot not in moved]
             raise MetaTTTError(
                 f"{type(self).__name__}.move returns {list(moved)}: it must return {', '.join(missing)}, too, with a "
                 "tensor for every weight"

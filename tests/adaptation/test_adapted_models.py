@@ -168,6 +168,8 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     assert torch.equal(one.nats.nan_to_num(), two.nats.nan_to_num())
     fresh = Adapter(made, "lora", adam()).read(IDS.flip(1))
     assert not torch.allclose(one.nats[:, 1:SIZE], fresh.nats[:, 1:SIZE])
+    with pytest.raises(MetaTTTError, match="made by another rule: make the adapter with the same rule"):
+        Adapter(made, "lora", BlockMomentum(SIZE, lr="constant", momentum="constant")).load(tmp_path / "adapted.safetensors")
     with pytest.raises(MetaTTTError, match="other fast weights"):
         Adapter(made, "norms", adam()).load(tmp_path / "adapted.safetensors")
     with pytest.raises(MetaTTTError, match="another model"):

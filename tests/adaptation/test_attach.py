@@ -178,6 +178,8 @@ def test_mistakes_are_named() -> None:
         (ATTENTION, "ttt_lineer", {}, "ttt_linear"),
         (DOWN, "ttt_linear", {}, "goes beside an attention"),
         (ATTENTION, "in_place", {}, "takes linear maps"),
+        (ATTENTION, "mttt_linear", {}, "must not see it: optimizer.read=final"),
+        (ATTENTION, "ttt_linear", {"direction": "both"}, "must not see it: Bidirectional"),
         (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
         (DOWN, "in_place", {"labels": "tokens"}, "labels=tokens"),
     ):
