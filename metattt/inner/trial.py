@@ -66,7 +66,8 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
     with torch.device("cpu"), torch.enable_grad():
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
         k = k.requires_grad_()
-        losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
+        y = learner.predict(FastWeights(fast, slow, k.dtype), k)
+        losses = task.loss(y, v)
         if losses.shape != k.shape[:-1]:
             raise MetaTTTError(
                 f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: "
@@ -83,6 +84,13 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
                     "optimizer.read=block"
                 )
             if not learner.mixes_tokens and grad.abs().max() > 0:
+                (by_loss,) = torch.autograd.grad(losses[:, :, s].sum(), y, allow_unused=True, materialize_grads=True)
+                by_loss[:, :, s] = 0
+                if by_loss.abs().max() > 0:
+                    raise MetaTTTError(
+                        f"{type(task).__name__}.loss lets tokens see each other: make the loss of a token depend on "
+                        "its prediction and label alone"
+                    )
                 raise MetaTTTError(
                     f"{type(learner).__name__} lets tokens see each other but does not declare it: "
                     "set mixes_tokens = True on the class, or make forward act on each token alone"

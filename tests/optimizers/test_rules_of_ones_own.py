@@ -326,3 +326,13 @@ class Viewless(Reconstruction):
 def test_what_is_handed_on_is_not_forgotten(part: Any, rule: Any, told: str) -> None:
     with pytest.raises(MetaTTTError, match=told):
         TTTLayer(8, 2, part(), Linear(), rule(4))
+
+
+class Summed(Reconstruction):
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return super().loss(prediction, v).cumsum(-1)
+
+
+def test_a_loss_that_mixes_tokens_is_named() -> None:
+    with pytest.raises(MetaTTTError, match=r"Summed\.loss lets tokens see each other"):
+        TTTLayer(8, 2, Summed(), Linear(), GradientDescent(4))
