@@ -23,8 +23,10 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MINI_BATCHES", 3)
 
 
-def asked(name: str, dtype: torch.dtype = torch.float16, heads: int = 2, biased: bool = True) -> str | None:
-    return disagreement(name, torch.device(DEVICE), dtype, 32, 8, heads, biased, biased)
+def asked(
+    name: str, dtype: torch.dtype = torch.float16, heads: int = 2, biased: bool = True, derivatives: bool = True
+) -> str | None:
+    return disagreement(name, torch.device(DEVICE), dtype, 32, 8, heads, biased, biased, derivatives)
 
 
 @pytest.mark.parametrize(("name", "dtype", "biased"), [("ttt_linear", torch.float16, True), ("ttt_mlp", torch.float32, False)])
@@ -65,7 +67,8 @@ def test_what_does_not_agree_is_refused(
     with caplog.at_level("WARNING", "metattt"):
         found = [asked("ttt_linear"), asked("ttt_linear"), asked("ttt_linear", heads=3)]
     assert all(said is not None and told in said for said in found) and found[0] == found[1] and len(calls) == 2
-    assert len(caplog.records) == 2 and "the dual form computes instead" in caplog.text
+    assert (asked("ttt_linear", derivatives=False) is None) == told.startswith("its gradient")
+    assert len(caplog.records) >= 2 and "the dual form computes instead" in caplog.text
 
 
 def test_a_compiled_layer_asks_while_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +76,9 @@ def test_a_compiled_layer_asks_while_it_is_traced(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(agreement, "_errors", lambda *key: seen.append(key) or {"output": 0.0})
 
     def choose(x: Tensor) -> Tensor:
-        told = on_gpu.disagreement("ttt_linear", x.device, x.dtype, x.shape[-1], 8, 1, True, False)
+        told = on_gpu.disagreement("ttt_linear", x.device, x.dtype, x.shape[-1], 8, 1, True, False, True)
         return x + 1 if told is None else x
 
     x = torch.ones(2, 32, device=DEVICE)
     assert torch.equal(torch.compile(choose, fullgraph=True, backend="eager")(x), x + 1)
-    assert seen == [("ttt_linear", x.device, torch.float32, 32, 8, 1, True, False)]
+    assert seen == [("ttt_linear", x.device, torch.float32, 32, 8, 1, True, False, True)]

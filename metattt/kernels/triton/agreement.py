@@ -32,8 +32,9 @@ _FOUND: dict[tuple[object, ...], str | None] = {}
 
 @torch.compiler.assume_constant_result
 def disagreement(
-    name: str, device: torch.device, dtype: torch.dtype, width: int, size: int, heads: int, biased: bool, tau: bool
-) -> str | None:
+    name: str, device: torch.device, dtype: torch.dtype, width: int, size: int, heads: int, biased: bool, tau: bool,
+    derivatives: bool,
+) -> str | None:  # fmt: skip
     """How far an operation is off on a device, or None if it agrees; found out once.
 
     Args:
@@ -41,8 +42,9 @@ def disagreement(
         dtype: of the views.
         width, size, heads: d, b and H.
         biased, tau: whether there are biases and token steps.
+        derivatives: whether gradients are compared, too: they take kernels of their own, which only training needs.
     """
-    key = (name, device, dtype, width, size, heads, biased, tau)
+    key = (name, device, dtype, width, size, heads, biased, tau, derivatives)
     if key not in _FOUND:
         with _apart(device):
             errors = _errors(*key)
@@ -59,8 +61,9 @@ def disagreement(
 
 
 def _errors(
-    name: str, device: torch.device, dtype: torch.dtype, width: int, size: int, heads: int, biased: bool, tau: bool
-) -> dict[str, float]:
+    name: str, device: torch.device, dtype: torch.dtype, width: int, size: int, heads: int, biased: bool, tau: bool,
+    derivatives: bool,
+) -> dict[str, float]:  # fmt: skip
     """By the name of an output or gradient; NaN is infinitely wrong."""
     oracle, weights = OPERATIONS[name]
     run = getattr(importlib.import_module(f"metattt.kernels.{name}.op"), name)
@@ -85,7 +88,10 @@ def _errors(
         there = {part: x.to(device) for part, x in given.items() if x is not None}
         leaves = {part: (x if narrow else x.double()).detach().requires_grad_() for part, x in there.items()}
         taus = None if steps is None else (steps if narrow else steps.double()).to(device)
-        o = function(**{part: leaves.get(part) for part in given}, tau=taus, mini_batch_size=size)[0]
+        with torch.set_grad_enabled(derivatives):
+            o = function(**{part: leaves.get(part) for part in given}, tau=taus, mini_batch_size=size)[0]
+        if not derivatives:
+            return {"output": o}
         found = torch.autograd.grad(o, list(leaves.values()), cotangent.to(o))
         return {"output": o.detach()} | {f"gradient of {part}": x for part, x in zip(leaves, found, strict=True)}
 

@@ -73,8 +73,8 @@ class OnGPU(Operation):
         if not tokens.views.k.is_cuda:
             return None
         name, k, dtype = self.name.partition(".")[0], tokens.views.k, given.matmul_dtype
-        biased = len(given.weights) == len(self.weights)
-        return disagreement(name, k.device, dtype, width, given.size, k.shape[1], biased, given.tau is not None)
+        biased, tau, trains = len(given.weights) == len(self.weights), given.tau is not None, torch.is_grad_enabled()
+        return disagreement(name, k.device, dtype, width, given.size, k.shape[1], biased, tau, trains)
 
     def part(self, tensors: Sequence[Tensor | None]) -> Part:
         """Tensors that `flat` ends with, or likewise, as a `Part`."""
