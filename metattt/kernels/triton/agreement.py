@@ -1,8 +1,9 @@
 """Whether a Triton operation computes, as it was compiled for a device, what its equations say.
 
 In Triton's interpreter all kernels do. On the first card that ran them, compiled by Triton 3.6 (an H100, results/gpu),
-some of 16 bits did not: a register was read before it held what it should. So no kernel is used on a device before it
-has been compared there, once for every type, size and number of heads, which are what is compiled anew.
+some of 16 bits did not: a register was read before it held what it should. So no kernel for sequences is used on a
+device before it has been compared there, once for every type, size and number of heads, which are what is compiled
+anew. (Those that decode single tokens were right there, and are not compared.)
 """
 
 from __future__ import annotations
