@@ -71,9 +71,14 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Of a run in this process: the process group, what Lightning writes into the environment, a port among it, and
-    modules of a test's own (`my_learner.py`), which the next test would import in place of its own of that name."""
-    path, known = list(sys.path), set(sys.modules)
+    modules of a test's own (`my_learner.py`), which the next test would import in place of its own of that name.
+
+    `datasets.Dataset.map(num_proc=2)` puts a copy in the place of `os.environ`: rich, which keeps the first one, then
+    no longer sees what a test sets."""
+    path, known, environment = list(sys.path), set(sys.modules), os.environ
     yield
+    os.environ = environment
+    environment.pop("TOKENIZERS_PARALLELISM", None)
     sys.path[:] = path
     own = str(tmp_path_factory.getbasetemp())
     for name in set(sys.modules) - known:
