@@ -125,7 +125,7 @@ class CausalConv(nn.Module):
     def convolve(self, padded: Tensor, ctx: Context) -> Tensor:
         """y `[B, T, D]` from what `pad` returns."""
         width, weight = self.weight.shape[-1], self.weight
-        if ctx.first is None:
+        if ctx.first is None and not torch.compiler.is_compiling():
             cpu = padded.device.type == "cpu"
             alone = cpu and padded.shape[1] == width and padded.dtype in (torch.float32, torch.float64)
             if alone and padded.dtype == weight.dtype and not rounds("cpu"):
@@ -137,12 +137,18 @@ class CausalConv(nn.Module):
             # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
             image = padded.mT.unsqueeze(2)
             return F.conv2d(image, weight.unsqueeze(2), self.bias, groups=padded.shape[2]).squeeze(2).mT
-        document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
+        # Tap by tap: documents do not see each other. Inductor makes one loop of it, for all lengths; it compiles the
+        # derivative of a convolution for every length again.
+        if rounds(padded.device.type):
+            padded = padded.to(torch.get_autocast_dtype(padded.device.type))
+        document = None if ctx.first is None else F.pad(ctx.first.cumsum(1), (width - 1, 0))
         length = padded.shape[1] - width + 1
         y = padded.new_zeros(()) if self.bias is None else self.bias.to(padded.dtype)
         for tap in range(width):
-            same = (document[:, tap : tap + length] == document[:, width - 1 :]).unsqueeze(-1)
-            y = y + padded[:, tap : tap + length] * same * weight[:, 0, tap].to(padded.dtype)
+            seen = padded[:, tap : tap + length]
+            if document is not None:
+                seen = seen * (document[:, tap : tap + length] == document[:, width - 1 :]).unsqueeze(-1)
+            y = y + seen * weight[:, 0, tap].to(padded.dtype)
         return y
 
     def tail(self, padded: Tensor, ctx: Context) -> Tensor:

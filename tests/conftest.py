@@ -77,7 +77,7 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     no longer sees what a test sets."""
     path, known, environment = list(sys.path), set(sys.modules), os.environ
     yield
-    os.environ = environment
+    os.environ = environment  # noqa: B003 (the object itself comes back)
     environment.pop("TOKENIZERS_PARALLELISM", None)
     sys.path[:] = path
     own = str(tmp_path_factory.getbasetemp())

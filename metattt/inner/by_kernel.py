@@ -13,7 +13,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups, plainly
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
-from metattt.inner.tokens import Block, MiniBatches, Tokens
+from metattt.inner.tokens import Block, MiniBatches, Tokens, each
 from metattt.memory import Memory
 from metattt.modules import transformed
 from metattt.state import Tensors
@@ -39,8 +39,9 @@ def scan(
     sums = "update" in loop.plan.slots  # without token steps a rule carries W_t of an open mini-batch, not M
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
-    runs = _runs(blocks, size, set(memory) == {"commit"}, decoding)
-    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.length for block in run]) for _, run in runs])
+    committed = set(memory) == {"commit"}
+    runs = _runs(blocks if committed else each(blocks), size, committed, decoding)
+    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.columns for block in run]) for _, run in runs])
     for (whole, run), part in zip(runs, parts, strict=True):
         given = MiniBatches(part, memory.get("commit", {}), slow, tau, size, loop.matmul_dtype, loop.group_size)
         y: Tensor | None = None
@@ -125,7 +126,7 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
 
 def _reference(loop: Parts, given: MiniBatches) -> tuple[Tensor, Tensors]:
     """The reference of a kernel: the same mini-batches by the dual form."""
-    blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.views.k.shape[2] // given.size)
+    blocks = [Block(given.size, 0, True, given.size, times=given.tokens.views.k.shape[2] // given.size)]
     rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
     y, memory = plainly(loop._replace(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
     assert y is not None

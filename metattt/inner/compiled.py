@@ -4,9 +4,10 @@ Written out, a sequence of T tokens is a graph of T/b mini-batches with an inner
 minutes to compile and anew for every length. As the body of a `scan` a mini-batch is traced and compiled once, with its
 derivative.
 
-Inductor (torch 2.14) reuses the memory of a loop's input although the loop's result is stored there; gradients of the
-loop's inputs were then wrong by large factors. So the loop is used only after `allow`, which forbids this reuse and
-lets a graph contain the number of a step.
+Inductor (torch 2.14) writes into the memory of what a loop reads, as buffers that it uses again and as operations in
+place; gradients of the loop's inputs were then wrong by large factors. So the loop is used only after `allow`, which
+forbids both and lets a graph contain the number of a step. With a number of steps that the compiler leaves open, outputs
+were wrong too: every length has a graph of its own.
 """
 
 from __future__ import annotations
@@ -28,26 +29,16 @@ def allowed() -> bool:
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    return torch.__version__ >= "2.14" and not inductor.allow_buffer_reuse and dynamo.capture_scalar_outputs
+    writes = inductor.allow_buffer_reuse or inductor.inplace_buffers
+    return torch.__version__ >= "2.14" and not writes and dynamo.capture_scalar_outputs
 
 
 def allow() -> None:
-    """Lets this process use the loop: changes two settings of `torch.compile`."""
+    """Lets this process use the loop: changes three settings of `torch.compile`."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    inductor.allow_buffer_reuse, dynamo.capture_scalar_outputs = False, True
-
-
-def alike(blocks: Sequence[Block]) -> int:
-    """How many blocks after the first equal the second: whole mini-batches of the same length and phase."""
-    model = blocks[1] if len(blocks) > 1 else None
-    if model is None or model.commit is not True or model.restart is not None or not isinstance(model.phase, int):
-        return 0
-    count = 1
-    while count + 1 < len(blocks) and blocks[count + 1] == model:
-        count += 1
-    return count
+    inductor.allow_buffer_reuse, inductor.inplace_buffers, dynamo.capture_scalar_outputs = False, False, True
 
 
 def in_a_loop(
@@ -59,20 +50,23 @@ def in_a_loop(
     """
     from metattt.inner.execution import plainly
 
-    count = alike(blocks)
-    if count < 2 or not allowed():
+    begin, *rest = blocks
+    if begin.times > 1:
+        begin, rest = begin._replace(times=1), [begin._replace(times=begin.times - 1), *rest]
+    if not rest or rest[0].times < 2 or not allowed():
         return plainly(loop, tokens, memory, blocks, read)
-    size, rest = blocks[1].length, blocks[1 + count :]
-    lengths = [blocks[0].length, count * size, *([sum([block.length for block in rest])] if rest else [])]
+    alike, *rest = rest
+    count, size = len(range(alike.times)), alike.length  # a number, not an open one
+    lengths = [begin.length, alike.columns, *([sum([block.columns for block in rest])] if rest else [])]
     first, middle, *last = tokens.split(lengths)
-    y, memory = plainly(loop, first, memory, blocks[:1], read)
+    y, memory = plainly(loop, first, memory, [begin], read)
     slots = [(slot, name) for slot, weights in memory.items() for name in weights]
     present = [x is not None for x in middle.tensors]
 
     def body(carried: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         views = iter(given)
         piece = Tokens.from_tensors([next(views) if here else None for here in present])
-        y, after = plainly(loop, piece, named(slots, carried), blocks[1:2], read)
+        y, after = plainly(loop, piece, named(slots, carried), [alike._replace(times=1)], read)
         # copies: what a loop returns may not be a view of what it was given
         leaving = [after[slot][name].clone(memory_format=torch.contiguous_format) for slot, name in slots]
         return leaving, [] if y is None else [y.clone(memory_format=torch.contiguous_format)]

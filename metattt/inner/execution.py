@@ -22,7 +22,7 @@ from metattt.inner.compiled import in_a_loop
 from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
-from metattt.inner.tokens import Block, Tokens, rows
+from metattt.inner.tokens import Block, Tokens, each, rows
 from metattt.memory import Memory, named
 from metattt.modules import transformed
 from metattt.state import Tensors
@@ -50,7 +50,7 @@ def in_groups(
     if size is None:
         # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
-        size = 0 if few else max(1, round(math.sqrt(len(blocks))))
+        size = 0 if few else max(1, round(math.sqrt(sum([block.times for block in blocks]))))
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)
     key = (read, loop.matmul_dtype, tuple(memory), *(x is None for x in tokens.tensors))
@@ -59,6 +59,7 @@ def in_groups(
     if loop.plan.beside[key]:
         loop.plan.say_stored(loop.plan.beside[key])
         return plainly(loop, tokens, memory, blocks, read)
+    blocks = each(blocks)
     groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
     outputs: list[Tensor] = []
     pieces = tokens.split([sum([block.length for block in group]) for group in groups])

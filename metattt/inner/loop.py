@@ -113,16 +113,19 @@ class InnerLoop(Parts):
         if tokens.gates.decay is not None and self.plan.form == "solved" and self.rule.period is None:
             blocks = joined(blocks)
         outputs: list[Tensor] = []
-        parts = [tokens] if len(blocks) == 1 else tokens.split([block.length for block in blocks])
-        for block, part in zip(blocks, parts, strict=True):
+        one = len(blocks) == 1 and blocks[0].times == 1
+        parts = [tokens] if one else tokens.split([block.length for block in blocks for _ in range(block.times)])
+        coming = iter(parts)
+        for block in blocks:
             if block.restart is not None:
                 fresh = self.start(len(block.restart), tokens.gates.eta.dtype)
                 memory = choose(block.restart, fresh, memory, memory)
-            if read:
-                y, memory = self.mini_batch(part, memory, block)
-                outputs.append(y)
-            else:
-                memory = self.learn(part, memory, block)[2]
+            for _ in range(block.times):
+                if read:
+                    y, memory = self.mini_batch(next(coming), memory, block)
+                    outputs.append(y)
+                else:
+                    memory = self.learn(next(coming), memory, block)[2]
         return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
     def mini_batch(self, tokens: Tokens, memory: Memory, block: Block) -> tuple[Tensor, Memory]:

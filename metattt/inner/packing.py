@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import Block, consecutive
+from metattt.inner.tokens import Block, consecutive, each
 from metattt.state import Context, State
 
 
@@ -284,7 +284,7 @@ def make_layout(
     if ctx.first is None and phase is not None:
         blocks, end = consecutive(length, phase, block)
         if ctx.valid is not None:
-            return _padded(ctx.valid, phase, period, block, blocks, host)
+            return _padded(ctx.valid, phase, period, block, each(blocks), host)
         return ColumnLayout(blocks, None, None, None, 0 if period is None else end)
     if period is None or (open_ is None and phase is not None and not torch.compiler.is_compiling()):
         at = "cpu" if not torch.compiler.is_compiling() else state.pos.device  # the host knows it, and lays tokens out

@@ -160,14 +160,15 @@ def rows(pairs: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Consecutive columns inside one mini-batch.
+    """Consecutive columns inside one mini-batch, or several whole mini-batches one after the other.
 
     Attributes:
-        length: columns.
+        length: columns of one.
         phase: place of the first column in its mini-batch; `[B]` if it differs between sequences (then `length` is 1).
         commit: whether the mini-batch is complete after these columns; `[B]` if it differs.
         filled: tokens of the mini-batch seen by the end of these columns; `[B]` if it differs.
         restart: `[B]` sequences that start a document here; None if none does.
+        times: how many such blocks follow each other.
     """
 
     length: int
@@ -175,20 +176,37 @@ class Block(NamedTuple):
     commit: bool | Tensor
     filled: int | Tensor
     restart: Tensor | None = None
+    times: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of all of them."""
+        return self.length * self.times
+
+
+def each(blocks: Sequence[Block]) -> list[Block]:
+    """The same with one mini-batch, or part of one, a block."""
+    return [block._replace(times=1) for block in blocks for _ in range(block.times)]
 
 
 def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
-    """Blocks of `length` tokens at the same phase in all sequences, and the phase after them."""
+    """Blocks of `length` tokens at the same phase in all sequences, and the phase after them.
+
+    No list here is as long as the sequence: `torch.compile` makes one graph for all lengths that are whole mini-batches.
+    """
     blocks = []
     if phase != 0 and length > 0:
         size = min(block - phase, length)
         # an explicit branch: under torch.compile the comparison itself is symbolic
         blocks.append(Block(size, phase, True if phase + size == block else False, phase + size))  # noqa: SIM210
         length, phase = length - size, (phase + size) % block
-    whole = length // block  # the one question about an open length, so that torch.compile has a number from here on
-    for _ in range(whole):
-        blocks.append(Block(block, 0, True, block))
+    whole = length // block
     rest = length - whole * block
+    if rest > 0:
+        whole = len(range(whole))  # a number, where a compiler leaves the length open: torch 2.14 takes strides of pieces
+        rest = len(range(rest))  # of the first example for those of all lengths
+    if whole > 0:
+        blocks.append(Block(block, 0, True, block, times=whole))
     if rest > 0:
         blocks.append(Block(rest, 0, False, rest))
         phase = rest
@@ -198,7 +216,7 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
 def joined(blocks: Sequence[Block]) -> list[Block]:
     """Joins blocks of a rule without phase, up to `JOINED` tokens, if no document starts between them."""
     found: list[Block] = []
-    for block in blocks:
+    for block in each(blocks):
         if found and block.restart is None and found[-1].length + block.length <= JOINED:
             found[-1] = found[-1]._replace(length=found[-1].length + block.length)
         else:

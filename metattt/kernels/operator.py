@@ -198,6 +198,8 @@ def state_size(weights: Sequence[Tensor]) -> int:
 
 # -- operators ---------------------------------------------------------------------------------------------------------
 
+ANY_STRIDES = (torch.Tag.flexible_layout,)  # else Inductor asks for the strides of its first example, and each T compiles
+
 
 def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
     """Makes the operator `metattt::<name>` of an operation, and `metattt::<name>_backward`.
@@ -220,7 +222,7 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
         others = (kernel for kernel in made if kernel.device == by and kernel is not last[by])
         return next((kernel for kernel in others if kernel.reason_rejected(call.given) is None), last[by])
 
-    @torch.library.custom_op(f"metattt::{name}", mutates_args=())
+    @torch.library.custom_op(f"metattt::{name}", mutates_args=(), tags=ANY_STRIDES)
     def forward(
         k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
         scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, keep: bool, final: bool,
@@ -242,7 +244,7 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
         y, after, kept = last[by].results(passed(tensors, weights, size, group, keep, final, documents))
         return [y, *after, *kept]
 
-    @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=())
+    @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=(), tags=ANY_STRIDES)
     def backward(
         dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Sequence[Tensor],
         k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,

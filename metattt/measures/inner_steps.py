@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.inner.final import steps
-from metattt.inner.tokens import Tokens, consecutive
+from metattt.inner.tokens import Tokens, consecutive, each
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.state import State, Tensors
@@ -52,7 +52,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     slow = {name: value.to(accum_dtype) for name, value in learner.slow.items()}
     losses = []
     blocks, _ = consecutive(count, 0, layer.plan.block)
-    sizes = [block.length for block in blocks] if learner.mixes_tokens else rule.compute_chunk or 2048
+    sizes = [block.length for block in each(blocks)] if learner.mixes_tokens else rule.compute_chunk or 2048
     pieces = tokens.split(sizes)
     for memory in steps(loop, tokens, loop.start(batch, accum_dtype), blocks, None, after):
         accessor = FastWeights(rule.current(memory, after % rule.mini_batch_size), slow, matmul_dtype)
