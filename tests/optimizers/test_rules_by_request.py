@@ -1,9 +1,10 @@
-"""EFLA, Kaczmarz's step and the momentum delta net, against loops written from their equations."""
+"""EFLA, Kaczmarz's step and the momentum delta net, against loops written from their equations; others, against the oracle."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -79,6 +80,22 @@ def test_equals_a_plain_loop(case: str, form: str) -> None:
         torch.testing.assert_close(one[1], other[1], rtol=1e-9, atol=1e-11, msg=one[0])
 
 
+@pytest.mark.parametrize("row", ["pkda"])
+@pytest.mark.parametrize("length", [1, 2, T, 70])
+def test_equals_the_loop_of_the_oracle(row: str, length: int) -> None:
+    """As configured; from a token to more than a chunk of them."""
+    torch.manual_seed(0)
+    layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=3").double()
+    randomize(layer)
+    x = torch.randn(2, length, 12, dtype=torch.float64).requires_grad_()
+    found, wanted = layer(x)[0], oracle.outputs(layer, [oracle.Call(x)])[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn_like(found)
+    one, other = (gradients(layer, x, (y * cotangent).sum()) for y in (found, wanted))
+    for name, g in one.items():
+        torch.testing.assert_close(g, other[name], rtol=1e-10, atol=1e-12 * max(1, g.norm().item()), msg=name)
+
+
 def test_a_key_of_zeros() -> None:
     """It teaches nothing, and derivatives are finite."""
     layer = make("efla", "task.short_conv=null", "task.feature_map=identity")
@@ -102,3 +119,5 @@ def test_settings_that_are_not_allowed() -> None:
         make("efla", "optimizer.step=half")
     with pytest.raises(MetaTTTError, match=r"optimizer\.write_init=1.5"):
         make("mdn", "optimizer.write_init=1.5")
+    with pytest.raises(MetaTTTError, match=r"optimizer\.rank=2 is of optimizer\.decay=channel, not softplus"):
+        metattt.build("layer=pkda", "dim=12", "num_heads=3", "optimizer.decay=softplus", "optimizer.rank=2")
