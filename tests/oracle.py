@@ -188,7 +188,9 @@ class Document:
             if s.levels:
                 logit = torch.einsum("td,hnd->thn", x, p["optimizer.level_weight"])
                 levels = F.softplus(p["optimizer.level_scale"] * logit)
-            self.data = one if write is None else write, keep, levels
+            if s.channels:
+                self.channels = torch.sigmoid(torch.einsum("td,hnd->thn", x, p["optimizer.channel_weight"])) ** (1 / s.temperature)
+            self.data = one if write is None else write, keep, levels, self.channels
             return
         self.scale = s.base_lr / (self.width if s.lr_scale == "head_dim" else 1)
         if getattr(s, "decay", "") == "mamba2":

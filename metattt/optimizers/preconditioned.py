@@ -31,17 +31,16 @@ class Preconditioned(Momentum, takes=TAKEN):
 
     Args:
         read, base_lr, lr, lr_scale, decay, decay_init, gradient_at, compute_chunk: see `Momentum`. With decay=channel
-            α_t is a decay for every input channel instead, as optimizer=channel_decay has it with decay=softplus (the
-            paper's preconditioned Kimi Delta Attention).
+            α_t is a decay for every input channel instead, that of optimizer=channel_decay with decay=softplus and
+            rank=head_dim (the paper's preconditioned Kimi Delta Attention).
         squash: the largest factor of a step; above 2 the rule may be unstable.
         centre_init: initial value of c, learned per head: the logarithm of the curvature at which a step is unchanged.
         curvature_decay: the source of γ, a gate per head: `per_head` or `softplus`, as `decay` (beside decay=channel
             its A is from 1 to 16 at the start, as in the released code).
         curvature_decay_init: initial value of γ, where it is a sigmoid's.
-        rank: of the projection behind decay=channel; `head_dim`: the width of a head; null: full.
 
     Raises:
-        MetaTTTError: a value that is not allowed, or a rank without decay=channel.
+        MetaTTTError: a value that is not allowed.
     """
 
     mini_batch_size = 1
@@ -57,22 +56,10 @@ class Preconditioned(Momentum, takes=TAKEN):
     )
     curvature_decay_init: float = setting(default=0.99, above=0, below=1, fixed=True)
 
-    rank: int | Literal["head_dim"] | None = setting(
-        default=None, fixed=True, advice=", head_dim, or null for a full projection"
-    )
-
-    def check_settings(self) -> None:
-        super().check_settings()
-        if self.rank is not None and self.decay != "channel":
-            raise MetaTTTError(
-                f"optimizer.rank={self.rank} is of optimizer.decay=channel, not {self.decay}: leave it out"
-            )
-
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
-        self.channels = ChannelDecay(lr="constant", rank=self.rank) if self.decay == "channel" else None
-        if self.channels is not None:
-            self.channels.setup(dim, num_heads, head_dim)
+        channels = ChannelDecay(lr="constant", rank="head_dim")
+        self.channels = channels.setup(dim, num_heads, head_dim) if self.decay == "channel" else None
         self.centre = nn.Parameter(torch.full((num_heads,), self.centre_init))
         self.curvature_decay = Gate(self.curvature_decay_from, self.curvature_decay_init, dim, num_heads)
         self.curvature_step = Gate("per_head", 0.5, dim, num_heads)
@@ -94,9 +81,8 @@ class Preconditioned(Momentum, takes=TAKEN):
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
-        if self.channels is not None:
-            gates = gates._replace(decay=self.channels.gates(x, {}, ctx)[0].decay)
-        return gates, state
+        given = gates if self.channels is None else self.channels.gates(x, {}, ctx)[0]
+        return gates._replace(decay=given.decay), state
 
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context

@@ -80,7 +80,7 @@ def test_equals_a_plain_loop(case: str, form: str) -> None:
         torch.testing.assert_close(one[1], other[1], rtol=1e-9, atol=1e-11, msg=one[0])
 
 
-@pytest.mark.parametrize("row", ["pkda"])
+@pytest.mark.parametrize("row", ["pkda", "gated_oja", "gsa"])
 @pytest.mark.parametrize("length", [1, 2, T, 70])
 def test_equals_the_loop_of_the_oracle(row: str, length: int) -> None:
     """As configured; from a token to more than a chunk of them."""
@@ -94,6 +94,25 @@ def test_equals_the_loop_of_the_oracle(row: str, length: int) -> None:
     one, other = (gradients(layer, x, (y * cotangent).sum()) for y in (found, wanted))
     for name, g in one.items():
         torch.testing.assert_close(g, other[name], rtol=1e-10, atol=1e-12 * max(1, g.norm().item()), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("layer=gsa optimizer.channels=0", r"Slots has a decay for every channel: set optimizer\.channels"),
+        ("layer=gated_oja optimizer.channels=3", r"optimizer\.channels=3, and v has 4: set optimizer\.channels=head_dim"),
+    ],
+)
+def test_channels_that_do_not_fit(overrides: str, message: str) -> None:
+    with pytest.raises(MetaTTTError, match=message):
+        metattt.build(*overrides.split(), "dim=12", "num_heads=3")(torch.randn(1, 2, 12))
+
+
+def test_a_state_with_other_slots() -> None:
+    one, other = (metattt.build("layer=gsa", "dim=12", "num_heads=3", f"optimizer.channels={n}") for n in (4, 5))
+    x = torch.randn(1, 2, 12)
+    with pytest.raises(MetaTTTError, match="the state is from another layer"):
+        other(x, one(x)[1])
 
 
 def test_a_key_of_zeros() -> None:
@@ -119,5 +138,3 @@ def test_settings_that_are_not_allowed() -> None:
         make("efla", "optimizer.step=half")
     with pytest.raises(MetaTTTError, match=r"optimizer\.write_init=1.5"):
         make("mdn", "optimizer.write_init=1.5")
-    with pytest.raises(MetaTTTError, match=r"optimizer\.rank=2 is of optimizer\.decay=channel, not softplus"):
-        metattt.build("layer=pkda", "dim=12", "num_heads=3", "optimizer.decay=softplus", "optimizer.rank=2")
