@@ -53,7 +53,7 @@ class ChannelMemory(NonParametric, takes=("residual", "norm")):
 
     gates = frozenset({"decay"})
     learn_init = False
-    chunk: int = setting(default=16)
+    chunk: int = setting(default=8)
 
     def _parts(self, views: Views, ctx: Context, gates: DataGates) -> Iterator[Part]:
         """The tokens of a call, at most `chunk` at a time, in the type of the gates."""

@@ -108,6 +108,17 @@ def test_channels_that_do_not_fit(overrides: str, message: str) -> None:
         metattt.build(*overrides.split(), "dim=12", "num_heads=3")(torch.randn(1, 2, 12))
 
 
+@pytest.mark.parametrize("row", ["kda", "gla", "pkda", "gated_oja"])
+def test_heads_of_another_width(row: str) -> None:
+    """Two heads of four features, beside a model of twelve."""
+    layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=2", "layer.of_heads=3").double()
+    x, state, ys = torch.randn(2, T, 12, dtype=torch.float64), None, []
+    for part in x.split(8, 1):
+        y, state = layer(part, state)
+        ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 1), layer(x)[0], rtol=1e-10, atol=1e-12)
+
+
 def test_a_state_with_other_slots() -> None:
     one, other = (metattt.build("layer=gsa", "dim=12", "num_heads=3", f"optimizer.channels={n}") for n in (4, 5))
     x = torch.randn(1, 2, 12)
