@@ -72,8 +72,7 @@ class ChannelMemory(NonParametric, takes=("residual", "norm")):
         shape = (*view.shape[:2], view.shape[-1], gates.decay.shape[-1])
         memory = state[name] if state else gates.decay.new_zeros(shape)
         if memory.shape != shape:
-            there = f"{name} {list(memory.shape)}, this one has {list(shape)}"
-            raise MetaTTTError(f"the state is from another layer: it holds {there}")
+            raise MetaTTTError(f"the state is from another layer: {name} {list(memory.shape)}, not {list(shape)}")
         return memory
 
 
@@ -116,15 +115,11 @@ class Oja(ChannelMemory):
 class Slots(ChannelMemory):
     """`f(q_t) = softmax(q_t K_t) V_tᵀ`: n slots of a key and a value (gated slot attention, arXiv 2409.07146).
 
-    `K_t = K_{t−1} Diag(a_t) + k_tᵀ (1 − a_t)`, and V_t of v_t likewise: a slot is written as far as it forgets. The
-    state is K and V.
+    `K_t = K_{t−1} Diag(a_t) + k_tᵀ (1 − a_t)`, and V_t of v_t likewise: a slot is written as far as it forgets.
 
     Args:
         residual, norm, chunk: see `ChannelMemory`.
         silu: of v before it is written, and of what is read, as in the released code.
-
-    Raises:
-        MetaTTTError: at a call, a rule without `optimizer.channels`, or the state of another layer.
     """
 
     silu: bool = setting(default=True)
