@@ -59,18 +59,21 @@ class DataGates(NamedTuple):
         write: weight of the token (β of MesaNet, Δ of Mamba-2).
         keep: share of the past that stays (γ, α), between 0 and 1; None: all.
         levels: `[B, H, T, n]` weights λ of the n levels of a hierarchical state in what the token reads; None: all 1.
+        decay: `[B, H, T, n]` logarithm of a `keep` for each of the n channels of a memory; None: there is none.
     """
 
     write: Tensor
     keep: Tensor | None = None
     levels: Tensor | None = None
+    decay: Tensor | None = None
 
     def masked(self, valid: Tensor | None) -> DataGates:
         """Padding changes nothing: it writes 0 and keeps all. `valid` `[B, T]`; None: all tokens are real."""
         if valid is None:
             return self
         keep = None if self.keep is None else torch.where(valid.unsqueeze(1), self.keep, 1)
-        return self._replace(write=torch.where(valid.unsqueeze(1), self.write, 0), keep=keep)
+        decay = None if self.decay is None else torch.where(valid[:, None, :, None], self.decay, 0)
+        return self._replace(write=torch.where(valid.unsqueeze(1), self.write, 0), keep=keep, decay=decay)
 
 
 class State(NamedTuple):

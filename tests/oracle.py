@@ -180,7 +180,7 @@ class Document:
             count = torch.tensor([stop - start for start, stop in self.calls for _ in range(start, stop)]).unsqueeze(1)
             self.eta = one * s.base_lr / (self.width * count / (self.steps if s.sampling == "sgd" else 1))
             return
-        if s.kind != "ChannelDecay" and hasattr(s, "decay"):
+        if s.kind != "ChannelDecay" and getattr(s, "decay", "channel") != "channel":
             self.alpha = self.gate("decay_gate", s.decay, s.decay_init)
         if s.kind == "Append":
             write = F.softplus(self.logit("decay_gate.")) if s.write == "step" else self.gate("write_gate", s.write)
@@ -188,7 +188,9 @@ class Document:
             if s.levels:
                 logit = torch.einsum("td,hnd->thn", x, p["optimizer.level_weight"])
                 levels = F.softplus(p["optimizer.level_scale"] * logit)
-            self.data = one if write is None else write, keep, levels
+            if s.channels:
+                self.channels = torch.sigmoid(torch.einsum("td,hnd->thn", x, p["optimizer.channel_weight"])) ** (1 / s.temperature)
+            self.data = one if write is None else write, keep, levels, self.channels
             return
         self.scale = s.base_lr / (self.width if s.lr_scale == "head_dim" else 1)
         if getattr(s, "decay", "") == "mamba2":
@@ -219,8 +221,10 @@ class Document:
         self.eta = self.eta / (1 + self.eta)
         return [[one._replace(p=one.k + (one.k if one.p is None else one.p)) for one in some] for some in pairs]
 
-    def prepare_channeldecay(self, pairs: list[list[Pair]]) -> list[list[Pair]]:
-        s, p = self.rule, self.p
+    def prepare_channeldecay(self, pairs: list[list[Pair]], inside: str = "") -> list[list[Pair]]:
+        """`inside`: the attribute of a rule that has these decays beside its own gates."""
+        s = settings(self.layer.optimizer.channels) if inside else self.rule
+        p = {name.replace(inside, "", 1): w for name, w in self.p.items() if inside in name}
         hidden = self.x if s.rank is None else self.x @ p["optimizer.down"].T
         z = (torch.tanh(hidden) if s.tanh else hidden) @ p["optimizer.up"].T + p["optimizer.bias"]
         z = z.unflatten(1, (self.heads, -1))
@@ -236,6 +240,7 @@ class Document:
     def prepare_preconditioned(self, pairs: list[list[Pair]]) -> list[list[Pair]]:
         """`A_t = γ_t A_{t−1} + ω_t k_t²`, and k is as much longer as A says it has been used little."""
         s, found, curvature = self.rule, [], torch.zeros(self.heads, 1, dtype=self.x.dtype)
+        pairs = self.prepare_channeldecay(pairs, "channels.") if s.decay == "channel" else pairs
         gamma, omega = self.gate("curvature_decay", s.curvature_decay), self.gate("curvature_step", "per_head")
         assert gamma is not None and omega is not None
         for t, (one,) in enumerate(pairs):

@@ -345,13 +345,14 @@ def layers_of(kind: str, names: Sequence[str]) -> dict[str, str]:
 
 
 class Data(NamedTuple):
-    """What a learner without weights has read: k, v `[T, H, d]` and what its rule gives, `[T, H]`, λ `[T, H, n]`."""
+    """What a learner without weights has read: k, v `[T, H, d]` and what its rule gives, `[T, H]`, λ and a `[T, H, n]`."""
 
     k: Tensor
     v: Tensor
     write: Tensor
     keep: Tensor
     levels: Tensor | None
+    channels: Tensor | None
 
 
 def kernel_estimator(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) -> Tensor:
@@ -415,6 +416,30 @@ def log_linear(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) ->
     return y
 
 
+def oja(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) -> Tensor:
+    """`S = S Diag(a)`, `S = S + β (k − S v) vᵀ`, `qᵀ S`, with v of unit length."""
+    assert data.channels is not None
+    memory = torch.zeros(*q.shape, q.shape[1], dtype=q.dtype)
+    for i in range(t + 1):
+        k, v = data.k[i], data.v[i] / data.v[i].norm(dim=-1, keepdim=True)
+        memory = memory * data.channels[i].unsqueeze(1)
+        error = k - (memory @ v.unsqueeze(-1)).squeeze(-1)
+        memory = memory + data.write[i].view(-1, 1, 1) * error.unsqueeze(2) * v.unsqueeze(1)
+    return (q.unsqueeze(1) @ memory).squeeze(1)
+
+
+def slots(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) -> Tensor:
+    """Of each slot `k̃ = a k̃ + (1 − a) k` and ṽ likewise; `Σ_j softmax(q·k̃)_j ṽ_j`."""
+    assert data.channels is not None
+    act = F.silu if s.silu else lambda x: x
+    keys = values = torch.zeros(*data.channels.shape[1:], q.shape[1], dtype=q.dtype)  # [H, m, d]
+    for i in range(t + 1):
+        a = data.channels[i].unsqueeze(2)
+        keys = a * keys + (1 - a) * data.k[i].unsqueeze(1)
+        values = a * values + (1 - a) * act(data.v[i]).unsqueeze(1)
+    return act(((keys @ q.unsqueeze(2)).softmax(1) * values).sum(1))
+
+
 def global_estimator(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) -> Tensor:
     """An average over all tokens of the call."""
     inner, v = (data.k.transpose(0, 1) @ q.unsqueeze(-1)).squeeze(-1), data.v.transpose(0, 1)
@@ -428,7 +453,7 @@ def global_estimator(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Da
 LEARNERS: dict[str, Callable[..., Tensor]] = {
     "Linear": linear, "MLP": mlp, "SwiGLU": swiglu, "GLU": glu, "Convolution": convolution, "Transformer": transformer,
     "ModuleLearner": module, "KernelEstimator": kernel_estimator, "KernelRidge": kernel_ridge,
-    "RecurrentRidge": recurrent_ridge, "LogLinear": log_linear, "GlobalEstimator": global_estimator,
+    "RecurrentRidge": recurrent_ridge, "LogLinear": log_linear, "GlobalEstimator": global_estimator, "Oja": oja, "Slots": slots,
 }  # fmt: skip
 
 # -- steps -------------------------------------------------------------------------------------------------------------

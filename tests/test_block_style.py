@@ -17,6 +17,7 @@ NORMS = {  # ε of the published model, and the factor of its queries: 1/√4 or
     "gla": (FLA_EPS, 0.5), "delta_net": (FLA_EPS, 0.5), "gated_delta_net": (FLA_EPS, 0.5), "kda": (FLA_EPS, 0.5),
     "gated_delta_net2": (FLA_EPS, 0.5), "comba": (FLA_EPS, 0.5), "delta_gradient": (FLA_EPS, 0.5),
     "delta_product": (FLA_EPS, 0.5), "gated_delta_product": (FLA_EPS, 0.5), "preconditioned_delta_net": (FLA_EPS, 0.5),
+    "pkda": (FLA_EPS, 0.5), "gsa": (FLA_EPS, 1),
     "hgrn2": (1e-5, 0.5), "mesa_net": (FLA_EPS, 1), "log_linear_gated_delta_net": (FLA_EPS, 1), "rwkv7": (4 * 1e-5, 1), "mamba2": (1e-5, 1),
     "log_linear_mamba2": (1e-5, 1), "lact": (1e-5, 1), "ttt_linear": (1e-6, 1), "ttt_mlp": (1e-6, 1),
 }  # fmt: skip
@@ -28,7 +29,7 @@ def test_the_norm_has_the_published_epsilon(row: str) -> None:
     eps, factor = NORMS[row]
     norm = metattt.build(f"layer={row}", *SIZE).double().norm
     y = 0.003 * torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    o = (factor * y).unflatten(-1, (1, 8) if row in ("hgrn2", "ttt_linear", "ttt_mlp") else (2, 4))
+    o = (factor * y).unflatten(-1, (1, 8) if row in ("hgrn2", "gsa", "ttt_linear", "ttt_mlp") else (2, 4))
     if row in ("rwkv7", "ttt_linear", "ttt_mlp"):
         o = o - o.mean(-1, keepdim=True)
     expected = (o / (o.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2)

@@ -35,7 +35,7 @@ from metattt.tasks import Reconstruction
 MOST = 1e6  # of an output: what is larger is drawn again with smaller steps
 ATTEMPTS = 150  # draws for one that is not refused
 
-DATA = ("kernel_estimator", "kernel_ridge", "recurrent_ridge", "log_linear", "global_estimator")
+DATA = ("kernel_estimator", "kernel_ridge", "recurrent_ridge", "log_linear", "global_estimator", "oja", "slots")
 NETWORKS = ("linear", "mlp", "swiglu", "glu", "convolution", "transformer", "module")
 BLOCK_RULES = ("block_momentum", "bounded", "sign", "adam", "mirror")
 LINEAR_RULES = ("delta_gradient", "channel_decay", "key_step", "preconditioned")  # of a linear map alone
@@ -173,6 +173,9 @@ def draw(rng: random.Random, learner: str, rule: str, task: str | None) -> Drawn
         parts["learner"][1].update(plain, learn_init=rng.random() < 0.5)
         if "anchor" in inspect.signature(kind("optimizer", rule).__init__).parameters and rng.random() < 0.8:
             parts["optimizer"][1].update(anchor="online", steps=1)
+    if learner in ("oja", "slots"):
+        parts["optimizer"][1].update(channels=rng.choice(("head_dim", 2)), decay="none", levels=0, write="per_head")
+        parts["optimizer"][1].update({"write": "none"} if learner == "slots" else {"channels": "head_dim"})
     heads, width = rng.choice(((1, 4), (2, 4), (2, 3), (1, 6)))
     layer = {
         "output_norm": rng.choice((True, False, "rms", "head_rms", "head_layer")),

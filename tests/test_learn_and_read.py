@@ -79,13 +79,14 @@ def test_learned_then_read_is_a_call(name: str) -> None:
             torch.testing.assert_close(found, expected[:, :, t - 1 : t], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["log_linear_mamba2", "log_linear_gated_delta_net", "mesa_net"])
+@pytest.mark.parametrize("name", ["log_linear_mamba2", "log_linear_gated_delta_net", "mesa_net", "gsa", "gated_oja"])
 def test_reading_is_learning_with_a_weight_of_zero(name: str) -> None:
     layer, x, asked = build(name), tokens(7), tokens(1)
     state = layer.learn(x)
     ctx = layer.call(asked, state).ctx
     views, gates, *_ = layer.tokens(asked, state, ctx)
-    inert = gates._replace(write=torch.zeros_like(gates.write), keep=torch.ones_like(gates.keep))
+    ones, decay = torch.ones_like(gates.write), None if gates.decay is None else 0 * gates.decay
+    inert = gates._replace(write=0 * ones, keep=ones, decay=decay)
     expected, _ = layer.learner.scan(views, state.learner, ctx, inert)
     torch.testing.assert_close(layer.answers(views, gates, state, ctx), expected)
 

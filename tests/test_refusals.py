@@ -228,6 +228,8 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=mesa_net optimizer.levels=4", "does not use the levels gate of its rule: set optimizer.levels=0"),
     ("layer=mesa_net optimizer.write=step", "optimizer.write=step is the step size of optimizer.decay=mamba2"),
     ("layer=mesa_net optimizer.levels=1", "optimizer.levels=1 has no level"),
+    ("layer=mesa_net optimizer.channels=4", "does not use the decay gate of its rule: set optimizer.channels=0"),
+    ("layer=gsa optimizer.channels=many", "optimizer.channels=many"),
     ("layer=self_attention learner.normalize=false", "learner.kernel=linear"),
     # what stands around a rule
     ("layer=mamba block_style=plain", "block_style=plain changes nothing in this layer"),

@@ -1,6 +1,7 @@
 """Learners: the models whose weights are the hidden state."""
 
 from metattt.learners.base import Learner, NonParametric, Weight
+from metattt.learners.channel_memory import Oja, Slots
 from metattt.learners.convolution import Convolution
 from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
@@ -32,7 +33,9 @@ __all__ = [
     "ModuleLearner",
     "NestedTTT",
     "NonParametric",
+    "Oja",
     "RecurrentRidge",
+    "Slots",
     "SwiGLU",
     "Transformer",
     "Weight",

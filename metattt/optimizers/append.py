@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+from metattt.memory_limit import check_memory_limit
 from metattt.optimizers.base import InnerOptimizer
 from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
@@ -34,6 +35,8 @@ class Append(InnerOptimizer, takes=()):
         decay_init: its initial value.
         levels: n, the weights `λ_t = softplus(l ∘ θ x)` of the n levels of a hierarchical state in what token t reads
             (arXiv 2506.04761); 0: none.
+        channels, temperature: n and τ of decays σ(θ x)^(1/τ) of the n channels of a memory; `head_dim`: as many as a
+            head is wide; 0: none.
 
     Raises:
         MetaTTTError: an unknown source, an initial value that is not between 0 and 1, write=step without decay=mamba2,
@@ -49,6 +52,8 @@ class Append(InnerOptimizer, takes=()):
     )
     decay_init: float = setting(default=0.99, fixed=True)
     levels: int = setting(default=0, least=0, most=MOST_LEVELS, fixed=True)
+    channels: int | Literal["head_dim"] = setting(default=0, least=0, fixed=True, advice=", or head_dim")
+    temperature: float = setting(default=8.0, above=0)
 
     def check_settings(self) -> None:
         check_gate("decay_init", self.decay, self.decay_init)
@@ -66,12 +71,14 @@ class Append(InnerOptimizer, takes=()):
         lines += self.decay_gate.equations("keep")
         if self.levels:
             lines.append(f"λ_t^ℓ = softplus(s^ℓ θ^ℓ x_t) of each head, ℓ = 0 … {self.levels - 1}")
+        if self.channels:
+            lines.append(f"a_t = σ(θ_a x_t)^(1/{self.temperature:g}) of each head and channel")
         return lines
 
     @property
     def data_gates(self) -> Mapping[str, str]:
-        """Its gates (`write`, `keep`, `levels`), each with the override that turns it off."""
-        off = {"write": ("write", "none"), "keep": ("decay", "none"), "levels": ("levels", 0)}
+        """Its gates (`write`, `keep`, `levels`, `decay`), each with the override that turns it off."""
+        off = {"write": ("write", "none"), "keep": ("decay", "none"), "levels": ("levels", 0), "decay": ("channels", 0)}
         return {name: f"optimizer.{key}={value}" for name, (key, value) in off.items() if getattr(self, key) != value}
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
@@ -80,6 +87,10 @@ class Append(InnerOptimizer, takes=()):
         if self.levels:
             self.level_weight = nn.Parameter(torch.randn(num_heads, self.levels, dim) * 0.02)
             self.level_scale = nn.Parameter(torch.ones(num_heads, self.levels))
+        if self.channels:
+            count = head_dim if self.channels == "head_dim" else int(self.channels)
+            check_memory_limit(num_heads * count * dim, f"decays of {count} channels", "lower optimizer.channels")
+            self.channel_weight = nn.Parameter(torch.randn(num_heads, count, dim) * 0.02)
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[DataGates, Tensors]:
         write, keep = self.write_gate(x), self.decay_gate(x)
@@ -88,11 +99,16 @@ class Append(InnerOptimizer, takes=()):
             write = step if self.write == "step" else write
         if write is None:
             write = x.new_ones(x.shape[0], 1, x.shape[1])
-        return DataGates(write, keep, self._levels(x) if self.levels else None), state
+        decay = F.logsigmoid(self._each(x, self.channel_weight)) / self.temperature if self.channels else None
+        return DataGates(write, keep, self._levels(x) if self.levels else None, decay), state
 
     def _levels(self, x: Tensor) -> Tensor:
         """λ in fp32 or wider: `[B, T, D]` to `[B, H, T, n]`."""
+        logit = self._each(x, self.level_weight)
+        return F.softplus(self.level_scale.to(logit.dtype).unsqueeze(1) * logit)
+
+    def _each(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x` `[B, T, D]` times the weights `[H, n, D]` of each head, in fp32 or wider: `[B, H, T, n]`."""
         accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            logit = x.to(accum_dtype).unsqueeze(1) @ self.level_weight.to(accum_dtype).mT
-            return F.softplus(self.level_scale.to(accum_dtype).unsqueeze(1) * logit)
+            return x.to(accum_dtype).unsqueeze(1) @ weight.to(accum_dtype).mT

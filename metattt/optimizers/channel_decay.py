@@ -72,17 +72,18 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
         inner = dim if self.rank is None else head_dim if self.rank == "head_dim" else int(self.rank)
+        width = num_heads * head_dim  # of all heads
         check_memory_limit(dim * inner, f"a projection of rank {inner}", "lower optimizer.rank")
         self.down = None if self.rank is None else nn.Parameter(torch.randn(inner, dim) * 0.02)
-        self.up = nn.Parameter(torch.randn(dim, inner) * 0.02)
+        self.up = nn.Parameter(torch.randn(width, inner) * 0.02)
         if self.decay == "softplus":
-            self.bias = nn.Parameter(step_bias(dim, *STEPS))  # as in Mamba-2
+            self.bias = nn.Parameter(step_bias(width, *STEPS))  # as in Mamba-2
             self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
         elif self.decay == "bounded":
             # From slow channels to fast ones, as RWKV-7's first block begins: decays from 0.999 to 0.9 a token.
-            self.bias = nn.Parameter(-6.5 + 5 * torch.linspace(0, 1, dim) ** 0.85)
+            self.bias = nn.Parameter(-6.5 + 5 * torch.linspace(0, 1, width) ** 0.85)
         else:
-            self.bias = nn.Parameter(torch.zeros(dim))
+            self.bias = nn.Parameter(torch.zeros(width))
 
     def equations(self) -> list[str]:
         hidden = f"U {'tanh(V x_t)' if self.tanh else 'V x_t'}"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.ops.chunk import running_sum
 from metattt.optimizers.base import Gates
-from metattt.optimizers.momentum import Gate, Momentum
+from metattt.optimizers.channel_decay import ChannelDecay
+from metattt.optimizers.momentum import RATES, Gate, Momentum
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -18,6 +19,7 @@ from metattt.tasks.base import Views
 
 CHUNK = 64  # tokens whose curvature is summed up by one matrix product
 EPS = 1e-6  # added to the curvature before its logarithm, as in the released code
+Decay = Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2", "channel"]
 TAKEN = ("read", "base_lr", "lr", "lr_scale", "decay", "decay_init", "gradient_at", "compute_chunk")
 
 
@@ -28,10 +30,13 @@ class Preconditioned(Momentum, takes=TAKEN):
     2604.21100): steps between 1/squash and squash times as long as without.
 
     Args:
-        read, base_lr, lr, lr_scale, decay, decay_init, gradient_at, compute_chunk: see `Momentum`.
+        read, base_lr, lr, lr_scale, decay, decay_init, gradient_at, compute_chunk: see `Momentum`. With decay=channel
+            α_t is a decay for every input channel instead, that of optimizer=channel_decay with decay=softplus and
+            rank=head_dim (the paper's preconditioned Kimi Delta Attention).
         squash: the largest factor of a step; above 2 the rule may be unstable.
         centre_init: initial value of c, learned per head: the logarithm of the curvature at which a step is unchanged.
-        curvature_decay: the source of γ, a gate per head: `per_head` or `softplus`, as `decay`.
+        curvature_decay: the source of γ, a gate per head: `per_head` or `softplus`, as `decay` (beside decay=channel
+            its A is from 1 to 16 at the start, as in the released code).
         curvature_decay_init: initial value of γ, where it is a sigmoid's.
 
     Raises:
@@ -42,8 +47,8 @@ class Preconditioned(Momentum, takes=TAKEN):
     anchor = "online"
     lr_scale = "none"
     momentum = "none"
-    decay = "softplus"
     gradient_at = "decayed"
+    decay: Decay = setting(default="softplus", fixed=True)  # type: ignore[assignment]
     squash: float = setting(default=1.5, above=1)
     centre_init: float = setting(default=-0.2, fixed=True)
     curvature_decay_from: Literal["per_head", "softplus"] = setting(
@@ -53,18 +58,31 @@ class Preconditioned(Momentum, takes=TAKEN):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
+        channels = ChannelDecay(lr="constant", rank="head_dim")
+        self.channels = channels.setup(dim, num_heads, head_dim) if self.decay == "channel" else None
         self.centre = nn.Parameter(torch.full((num_heads,), self.centre_init))
         self.curvature_decay = Gate(self.curvature_decay_from, self.curvature_decay_init, dim, num_heads)
         self.curvature_step = Gate("per_head", 0.5, dim, num_heads)
+        if self.channels is not None and self.curvature_decay_from == "softplus":
+            with torch.no_grad():  # as published for decays of channels
+                self.curvature_decay.log_rate.uniform_(*RATES["mamba2"]).log_()
 
     def equations(self) -> list[str]:
+        own = super().equations()
+        if self.channels is not None:
+            own = [line for line in own if not line.startswith("α_t")] + self.channels.equations()
         return [
-            *super().equations(),
+            *own,
             *self.curvature_decay.equations("γ"),
             "A_t = γ_t A_{t−1} + ω_t k_t², ω_t = σ(θ_ω x_t + c_ω), of each head",
             f"M_t = {self.squash:g}^(−r/(1 + |r|)), r = log(A_t + ε) − c, c of each head",
             "p_t = k_t, and then k_t ← M_t ∘ k_t",
         ]
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        given = gates if self.channels is None else self.channels.gates(x, {}, ctx)[0]
+        return gates._replace(decay=given.decay), state
 
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
@@ -74,6 +92,8 @@ class Preconditioned(Momentum, takes=TAKEN):
                 "optimizer=preconditioned sums the curvature of one key a token, and this task gives several pairs a "
                 "token: set another task, or another optimizer"
             )
+        if self.channels is not None:
+            views, gates, state = self.channels.prepare(views, gates, x, state, ctx)
         gamma, omega = self.curvature_decay(x), self.curvature_step(x)
         if ctx.valid is not None:
             real = ctx.valid.unsqueeze(1)

@@ -1,9 +1,10 @@
-"""EFLA, Kaczmarz's step and the momentum delta net, against loops written from their equations."""
+"""EFLA, Kaczmarz's step and the momentum delta net, against loops written from their equations; others, against the oracle."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -77,6 +78,52 @@ def test_equals_a_plain_loop(case: str, form: str) -> None:
     cotangent = torch.randn_like(found)
     for one, other in zip(*(gradients(layer, x, (y * cotangent).sum()).items() for y in (found, wanted)), strict=True):
         torch.testing.assert_close(one[1], other[1], rtol=1e-9, atol=1e-11, msg=one[0])
+
+
+@pytest.mark.parametrize("row", ["pkda", "gated_oja", "gsa"])
+@pytest.mark.parametrize("length", [1, 2, T, 70])
+def test_equals_the_loop_of_the_oracle(row: str, length: int) -> None:
+    """As configured; from a token to more than a chunk of them."""
+    torch.manual_seed(0)
+    layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=3").double()
+    randomize(layer)
+    x = torch.randn(2, length, 12, dtype=torch.float64).requires_grad_()
+    found, wanted = layer(x)[0], oracle.outputs(layer, [oracle.Call(x)])[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn_like(found)
+    one, other = (gradients(layer, x, (y * cotangent).sum()) for y in (found, wanted))
+    for name, g in one.items():
+        torch.testing.assert_close(g, other[name], rtol=1e-10, atol=1e-12 * max(1, g.norm().item()), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("layer=gsa optimizer.channels=0", r"Slots has a decay for every channel: set optimizer\.channels"),
+        ("layer=gated_oja optimizer.channels=3", r"optimizer\.channels=3, and v has 4: set optimizer\.channels=head_dim"),
+    ],
+)
+def test_channels_that_do_not_fit(overrides: str, message: str) -> None:
+    with pytest.raises(MetaTTTError, match=message):
+        metattt.build(*overrides.split(), "dim=12", "num_heads=3")(torch.randn(1, 2, 12))
+
+
+@pytest.mark.parametrize("row", ["kda", "gla", "pkda", "gated_oja"])
+def test_heads_of_another_width(row: str) -> None:
+    """Two heads of four features, beside a model of twelve."""
+    layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=2", "layer.of_heads=3").double()
+    x, state, ys = torch.randn(2, T, 12, dtype=torch.float64), None, []
+    for part in x.split(8, 1):
+        y, state = layer(part, state)
+        ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 1), layer(x)[0], rtol=1e-10, atol=1e-12)
+
+
+def test_a_state_with_other_slots() -> None:
+    one, other = (metattt.build("layer=gsa", "dim=12", "num_heads=3", f"optimizer.channels={n}") for n in (4, 5))
+    x = torch.randn(1, 2, 12)
+    with pytest.raises(MetaTTTError, match="the state is from another layer"):
+        other(x, one(x)[1])
 
 
 def test_a_key_of_zeros() -> None:
