@@ -42,7 +42,7 @@ class PlannedLayer(SequenceLayer):
         check_memory_limit(dim * dim, f"a layer of dim={dim}", "lower dim")
         for key, kind in (("task", Task), ("learner", Learner), ("optimizer", InnerOptimizer)):
             if not isinstance(part := getattr(self, key), kind):
-                name = type(part).__name__
+                name = f"class ({part.__name__})" if isinstance(part, type) else type(part).__name__
                 raise MetaTTTError(f"layer.{key} is a {name}: it must be a {kind.__name__}, set {key}=<name>")
         check_heads(dim, self.of_heads or num_heads)
         if learner.has_weights != optimizer.updates:

@@ -132,6 +132,8 @@ class Adapter:
                 f"context={self.context} and a mini-batch of {self.rule.mini_batch_size} tokens are more than the "
                 f"{most} positions of the model: lower context or the rule's mini_batch_size"
             )
+        held = getattr(model, "config", model)  # of Transformers, or of ours
+        self._vocab_size: int | None = getattr(held, "vocab_size", None)
         self.state: Adapted | None = None
         self._documents = 0
 
@@ -236,7 +238,7 @@ class Adapter:
     # -- one call ------------------------------------------------------------------------------------------------------
 
     def _advance(self, ids: Ids, learns: bool, scores: bool, logits: bool) -> Score:
-        ids, lengths = _padded(ids, next(self.base.parameters()).device)
+        ids, lengths = _padded(ids, next(self.base.parameters()).device, self._vocab_size)
         state = self._begun(len(ids)) if self.state is None else self.state
         if len(state.tokens) != len(ids):
             raise MetaTTTError(f"the adapter reads {len(state.tokens)} documents, and ids hold {len(ids)}: reset() it")
@@ -376,17 +378,22 @@ class Adapter:
         return tuple(range(first, first + batch))
 
 
-def _padded(ids: Ids, device: torch.device) -> tuple[Tensor, list[int]]:
+def _padded(ids: Ids, device: torch.device, vocab_size: int | None) -> tuple[Tensor, list[int]]:
     """Token ids `[B, n]`, and the length of each row.
 
     Raises:
-        MetaTTTError: something else than token ids.
+        MetaTTTError: something else than token ids below `vocab_size`; None: not known.
     """
     rows = list(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else ids
     if isinstance(rows, Tensor) or not rows or any(not isinstance(row, Tensor) or row.ndim != 1 for row in rows):
         raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
     if any(row.is_floating_point() for row in rows):
         raise MetaTTTError(f"ids are {rows[0].dtype}: they must be token ids, torch.int64")
+    for row in rows:
+        if vocab_size is not None and len(row) and not 0 <= int(row.min()) <= int(row.max()) < vocab_size:
+            raise MetaTTTError(
+                f"ids are from {int(row.min())} to {int(row.max())}: those of this model are from 0 to {vocab_size - 1}"
+            )
     padded = nn.utils.rnn.pad_sequence([row.to(device, torch.long) for row in rows], batch_first=True)
     return padded, [len(row) for row in rows]
 

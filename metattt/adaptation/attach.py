@@ -56,7 +56,9 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
     if not names:
         near = [name for name, one in model.named_modules() if name.endswith(("self_attn", "attn", "down_proj"))]
-        raise MetaTTTError(f"{pattern} names no module of the model: its attentions and MLPs are called {near[:3]}")
+        raise MetaTTTError(
+            f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
+        )
     call = _Call(model)
     about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
     made: dict[str, _Beside | _InPlace] = {}

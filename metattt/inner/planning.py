@@ -20,7 +20,9 @@ from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
 from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.learners.base import Learner, NonParametric
+from metattt.memory import at_start, fits, zeros
 from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.block import BlockRule
 from metattt.optimizers.checks import settle
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Task, Views
@@ -108,6 +110,8 @@ def make_plan(
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):
+        if isinstance(optimizer, BlockRule):
+            tried(lambda: check_move(optimizer, learner, found))
         views = tried(lambda: views_of(task, dim, optimizer.mini_batch_size))
         if views is None:
             views = Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
@@ -162,7 +166,36 @@ def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> 
     k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
     ctx = _context(rule.mini_batch_size)
     found, state = returned(rule, "gates", rule.gates(x, state, ctx), Gates)
+    for name, gate in zip(found._fields, found, strict=True):
+        if not isinstance(gate, Tensor | None):
+            raise WrongReturn(
+                f"{type(rule).__name__}.gates returns {name}={gate}: a gate is a tensor, [B, H, T] or with axes of length "
+                "1, or None"
+            )
     return rule.prepare(Views(k, k, k), found, x, state, ctx)[1] if isinstance(found, Gates) else found
+
+
+def check_move(rule: BlockRule, learner: Learner, gates: Gates) -> None:
+    """Asks a rule for one step on gradients of 0.
+
+    Raises:
+        WrongReturn: `move` does not return the slots that it keeps, with all weights in the shapes that they had.
+    """
+    rule = materialized(rule)
+    begun = rule.begin(at_start(rule.slots, learner.init.items(), 1, torch.float32))
+    memory = {slot: zeros(slot, begun["commit"]) for slot in ("update", *rule.own_slots)} | begun
+    pooled = (None if gate is None else gate.mean(-1) for gate in (gates.alpha, gates.beta))
+    moved = rule.move(memory, *pooled)
+    shapes = {name: tuple(weight.shape) for name, weight in memory["commit"].items()}
+    for slot in ("commit", *rule.own_slots):
+        held = moved.get(slot) if isinstance(moved, Mapping) else None
+        if not isinstance(held, Mapping) or not fits(slot, held, shapes):
+            what = {name: list(x.shape) for name, x in held.items()} if isinstance(held, Mapping) else held
+            raise WrongReturn(
+                f"{type(rule).__name__}.move returns {slot} {what}: it must return "
+                f"{' and '.join(('commit', *rule.own_slots))}, each with all weights, "
+                f"{ {name: list(shape) for name, shape in shapes.items()} }"
+            )
 
 
 def _token(part: nn.Module, dim: int) -> tuple[Tensor, Tensors]:

@@ -43,11 +43,15 @@ def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None
     """Raises an error for a learner whose `forward` gives something else than one prediction a token.
 
     Raises:
-        MetaTTTError: predictions of another shape than `[B, H, T, d_out]`.
+        MetaTTTError: predictions of another shape than `[B, H, T, d_out]`, or weights that do not fit the tokens.
     """
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         fast, slow, k, _ = _tiny(None, learner, num_heads, d_in)
-        y = learner(FastWeights(fast, slow, k.dtype), k)
+        try:
+            y = learner(FastWeights(fast, slow, k.dtype), k)
+        except RuntimeError as error:
+            message = f"{type(learner).__name__}.forward fails for tokens {list(k.shape)}: {error}"
+            raise MetaTTTError(message) from error
     if not isinstance(y, Tensor) or y.shape != (*k.shape[:-1], d_out):
         found = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise MetaTTTError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metattt.component import Component
 from metattt.errors import MetaTTTError
 from metattt.learners.fast_weights import FastWeights
-from metattt.learners.weight import Weight, chosen, step_factors
+from metattt.learners.weight import Weight, chosen, declared, step_factors
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import standardize
 from metattt.setting import setting
@@ -96,7 +96,7 @@ class Learner(Component, ABC):
                     f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false"
                 )
             self._begin()
-            weights = dict(self.weights(d_in, d_out))
+            weights = declared(self.weights(d_in, d_out), type(self).__name__)
             if self.norm:
                 weights["norm_scale"] = Weight((d_out,), value=1.0, fast=False, layer="norm")
                 weights["norm_bias"] = Weight((d_out,), 0.0, fast=False, layer="norm")

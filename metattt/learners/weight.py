@@ -40,6 +40,19 @@ class Weight:
         return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
 
 
+def declared(weights: object, kind: str) -> dict[str, Weight]:
+    """What `weights` of a learner called `kind` has returned.
+
+    Raises:
+        MetaTTTError: not weights by name.
+    """
+    if not isinstance(weights, Mapping) or not all(isinstance(weight, Weight) for weight in weights.values()):
+        raise MetaTTTError(
+            f"{kind}.weights returns {weights}: it must return a Weight by name, such as {{'w': Weight((d_in, d_out))}}"
+        )
+    return dict(weights)
+
+
 def chosen(weights: Mapping[str, Weight], trainable: object, kind: str) -> dict[str, Weight]:
     """The weights of a learner called `kind`: fast if `trainable` names them, otherwise slow.
 

@@ -23,6 +23,8 @@ from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import WHOLE_CALL, Context, Tensors
 
+RESERVED = {"commit", "anchor", "origin", "weights", "update", "pool"}  #: slots that every rule may have
+
 
 class BlockRule(StepSize):
     """`W_{j+1} = rule(W_j, −Σ_s η_s G_s)` at the end of mini-batch j; until then W stays, so any rule, linear or not,
@@ -39,6 +41,11 @@ class BlockRule(StepSize):
 
     def check_settings(self) -> None:
         super().check_settings()
+        if isinstance(self.own_slots, str) or {*self.own_slots} & RESERVED:
+            raise MetaTTTError(
+                f"{type(self).__name__}.own_slots={self.own_slots!r} is not allowed: it must be a tuple of names, "
+                f"none of them {', '.join(sorted(RESERVED))}"
+            )
         if self.read in ("inclusive", "exclusive"):
             raise MetaTTTError(
                 f"optimizer.read={self.read} needs weights per token, and {type(self).__name__} moves them once per "
@@ -98,14 +105,7 @@ class BlockRule(StepSize):
         alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
-        moved = self.move(memory | begun, alpha, beta)
-        if not {"commit", *self.own_slots} <= moved.keys():
-            missing = [slot for slot in ("commit", *self.own_slots) if slot not in moved]
-            raise MetaTTTError(
-                f"{type(self).__name__}.move returns {list(moved)}: it must return {', '.join(missing)}, too, with a "
-                "tensor for every weight"
-            )
-        return kept | moved
+        return kept | self.move(memory | begun, alpha, beta)
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
         if gates.alpha is None and gates.beta is None:

@@ -282,9 +282,34 @@ class Bare(Forgetful):
         return memory["commit"]
 
 
+class Narrow(Forgetful):
+    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
+        return memory | {"commit": {"w1": memory["commit"]["w1"][..., :1], "b1": memory["commit"]["b1"]}}
+
+
+class Nothing(Forgetful):
+    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
+        return None
+
+
+class OneString(Forgetful):
+    own_slots = "squares"  # type: ignore[assignment]
+
+
+class Taken(Forgetful):
+    own_slots = ("update",)
+
+
 @pytest.mark.parametrize(
     ("rule", "told"),
-    [(Forgetful, r"Forgetful\.move returns \['commit'\]: it must return squares, too"), (Bare, "it must return commit, squares")],
+    [
+        (Forgetful, r"Forgetful\.move returns squares None: it must return commit and squares"),
+        (Bare, "Bare.move returns commit None"),
+        (Nothing, "Nothing.move returns commit None"),
+        (Narrow, r"Narrow\.move returns commit \{'w1': \[1, 2, 4, 1\], .*, each with all weights, \{'w1': \[1, 2, 4, 4\]"),
+        (OneString, r"OneString\.own_slots='squares' is not allowed: it must be a tuple"),
+        (Taken, r"Taken\.own_slots=\('update',\) is not allowed: .* none of them"),
+    ],
 )
 def test_a_move_returns_every_slot(rule: type[BlockRule], told: str) -> None:
     with pytest.raises(MetaTTTError, match=told):
@@ -299,6 +324,33 @@ class OneNumber(Learner):
         return w.linear(x, "w")
 
 
+class Listed(OneNumber):
+    def weights(self, d_in: int, d_out: int) -> Any:
+        return [Weight((d_in, d_out))]
+
+
+class Misfit(OneNumber):
+    def weights(self, d_in: int, d_out: int) -> Any:
+        return {"w": Weight((d_in + 1, d_out))}
+
+
+@pytest.mark.parametrize(
+    ("learner", "told"),
+    [
+        (Listed, r"Listed\.weights returns \[Weight.*: it must return a Weight by name"),
+        (Misfit, r"Misfit\.forward fails for tokens \[1, 2, 4, 4\]: "),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(learner: type[Learner], told: str) -> None:
+    with pytest.raises(MetaTTTError, match=told):
+        TTTLayer(8, 2, task(), learner(), GradientDescent(4))
+
+
+def test_a_class_in_place_of_a_part_is_refused() -> None:
+    with pytest.raises(MetaTTTError, match=r"layer\.learner is a class \(Linear\): it must be a Learner"):
+        TTTLayer(8, 2, task(), Linear, GradientDescent(4))  # type: ignore[arg-type]
+
+
 def test_a_prediction_of_another_width_is_refused() -> None:
     told = r"OneNumber\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]"
     for norm in (True, False):
@@ -311,6 +363,11 @@ class Stateless(GradientDescent):
         return super().gates(x, state, ctx)[0]
 
 
+class Number(GradientDescent):
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> Any:
+        return Gates(eta=0.1), state  # type: ignore[arg-type]
+
+
 class Viewless(Reconstruction):
     def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> Any:
         return super().views(x, state, ctx, **given)[0]
@@ -320,6 +377,7 @@ class Viewless(Reconstruction):
     ("part", "rule", "told"),
     [
         (task, Stateless, r"Stateless\.gates returns a Gates: it must return \(Gates, state\)"),
+        (task, Number, r"Number\.gates returns eta=0\.1: a gate is a tensor"),
         (Viewless, GradientDescent, r"Viewless\.views returns a Views: it must return \(Views, state\)"),
     ],
 )
