@@ -136,8 +136,8 @@ class Reconstruction(Task):
         width = num_heads * head_dim
         if self.rope == "map" and (width % 4 or groups != num_heads):
             raise MetaTTTError(
-                f"task.rope=map turns pairs of features of {num_heads} heads of {head_dim} by row and by column: set dim "
-                "to a multiple of 4, and task.kv_heads=null"
+                f"task.rope=map turns pairs of features of {num_heads} heads of {head_dim} by row and by column: "
+                "set dim to a multiple of 4, and task.kv_heads=null"
             )
         self.q = projection(dim, width, self.bias)  # shared by q and k in `shared_qk`
         self.v = projection(dim, groups * head_dim, self.bias)
@@ -306,8 +306,8 @@ class Reconstruction(Task):
         columns = math.isqrt(count) if self.rope_columns is None else self.rope_columns
         if self.rope_columns is None and columns**2 != count:
             raise MetaTTTError(
-                f"task.rope=map: {count} tokens are no square map: set task.rope_columns to its width; class tokens have "
-                "no place in it"
+                f"task.rope=map: {count} tokens are no square map: set task.rope_columns to its width; class tokens "
+                "have no place in it"
             )
         half = self.num_heads * self.head_dim // 2
         rows, across = places.div(columns, rounding_mode="floor"), places.remainder(columns)

@@ -67,7 +67,8 @@ def released_block(x: Tensor, w: dict[str, Tensor], sides: tuple[int, int], rope
         places = [torch.tensor([divmod(n, sides[1])[axis] for n in range(count)]) for axis in (0, 1)]
         angle = torch.cat([place[:, None] * frequency for place in places], dim=-1)  # [N, D/2]
         turn = torch.polar(torch.ones_like(angle), angle)
-        q, k = (torch.view_as_real(torch.view_as_complex(one.unflatten(-1, (-1, 2))) * turn).flatten(-2) for one in (q, k))
+        pairs = (torch.view_as_complex(one.unflatten(-1, (-1, 2))) for one in (q, k))
+        q, k = (torch.view_as_real(one * turn).flatten(-2) for one in pairs)
     q, k, v = (one.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for one in (q, k, v))
     q2, k2, v2 = (one.mT.reshape(1, -1, *sides) for one in (q2, k2, v2))  # a channel of a sequence is a group
     begin = [w[name].expand(len(x), -1, -1, -1) for name in ("w1", "w2")] + [w["w3"].repeat(len(x), 1, 1, 1)]
@@ -102,12 +103,12 @@ def test_positions_in_the_map(sides: tuple[int, int], rope: bool) -> None:
 
 
 def test_positions_that_no_map_has() -> None:
-    layer = metattt.build("layer=vittt", f"dim={D}", f"num_heads={HEADS}", "task.rope=map")
-    for words, message in (([], r"12 tokens are no square map: set task\.rope_columns"), (["num_heads=3", "dim=18"], "multiple of 4")):
+    for words, message in (
+        (["dim=24"], r"12 tokens are no square map: set task\.rope_columns"), (["dim=18"], "multiple of 4"),
+        (["dim=24", "task.rope_columns=0"], r"task\.rope_columns=0"), (["dim=24", "task.rope=mapp"], "full, map"),
+    ):  # fmt: skip
         with pytest.raises(MetaTTTError, match=message):
-            (metattt.build("layer=vittt", "task.rope=map", *words) if words else layer)(torch.randn(1, 12, D))
-    with pytest.raises(MetaTTTError, match=r"task\.rope_columns=0"):
-        metattt.build("layer=vittt", "dim=24", "num_heads=3", "task.rope=map", "task.rope_columns=0")
+            metattt.build("layer=vittt", "num_heads=3", "task.rope=map", *words)(torch.randn(1, 12, 24))
 
 
 @pytest.mark.parametrize(("size", "columns", "count"), [(3, None, 16), (5, 6, 24), (1, 3, 6)])
