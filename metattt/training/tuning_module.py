@@ -19,9 +19,9 @@ class PartTuning(OuterLoop):
     `examples/attach_lightning.py`). Arguments as of `OuterLoop`.
     """
 
-    strict_loading = False  # type: ignore[assignment]
+    strict_loading = False
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         held = super().state_dict(*args, **options)
         return {name: held[name] for name, one in self.named_parameters() if one.requires_grad}
 
