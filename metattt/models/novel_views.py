@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +56,13 @@ class NovelViews(Backbone):
         """`x` `[B, T, F]`, tokens of whole views as `NovelViewsData` makes them, to colours `[B, T, C]`."""
         if x.ndim != 3 or x.shape[2] != self.in_features or x.shape[1] % self.view_tokens:
             raise MetaTTTError(
-                f"x has shape {list(x.shape)}, the model takes [B, T, {self.in_features}] with {self.view_tokens} tokens "
-                "of each view: set model.image_size and model.patch_size"
+                f"x has shape {list(x.shape)}, the model takes [B, T, {self.in_features}] with {self.view_tokens} "
+                "tokens of each view: set model.image_size and model.patch_size"
             )
         given, shown = x[..., -1] > 0, x[..., -1] != 0
         learned = given.any(0).nonzero().flatten()  # places with a given token in any of the sequences
         x = self.embed(x)
+        block: Any  # with two modules more than others have
         for block in self.blocks:
             views = block.view_norm(x).view(-1, self.view_tokens, self.dim)
             x = x + block.attention(views, views, views, need_weights=False)[0].reshape(x.shape)

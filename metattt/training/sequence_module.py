@@ -1,5 +1,4 @@
-"""The outer loop for labelled sequences: cross-entropy and accuracy for classes, squared error for numbers, and views by
-the number of those given."""
+"""The outer loop for labelled sequences: cross-entropy and accuracy for classes, squared error for numbers and views."""
 
 from __future__ import annotations
 

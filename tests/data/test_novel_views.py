@@ -54,8 +54,9 @@ def test_an_answer_depends_on_the_given_views_alone(size: str) -> None:
 
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
-    short = ("data.given=[0,2]", "data.batch_size=3", "data.validation_size=5", "trainer.max_steps=4", f"output_dir={tmp_path}")
-    assert train(compose(*SMALL, *short, "callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.keep=9")) == 0
+    short = ("data.given=[0,2]", "data.batch_size=3", "data.validation_size=5", "trainer.max_steps=4")
+    saved = ("callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.keep=9", f"output_dir={tmp_path}")
+    assert train(compose(*SMALL, *short, *saved)) == 0
     whole = log(tmp_path)
     assert train(compose(f"resume={tmp_path / 'checkpoints' / 'step-00000002'}", "overwrite=true")) == 0
     assert log(tmp_path) == whole and {"validation/loss_0", "validation/psnr_2"} <= whole[-1].keys()
@@ -64,8 +65,8 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("data.given=[2,1]", "data.given=[2,1]"), ("data.given=[-1]", "at least 0"), ("model.patch_size=8", "model.patch_size"),
-    ("data.patch_size=3", "image_size=16"), ("model=regression", "experiment=novel_views"), ("layer=mamba", "without learning"),
+    ("data.given=[2,1]", "data.given=[2,1]"), ("data.given=[-1]", "at least 0"), ("data.patch_size=3", "image_size=16"),
+    ("model.patch_size=8", "image_size and"), ("model=regression", "=novel_views"), ("layer=mamba", "without learning"),
 ])  # fmt: skip
 def test_mistakes_are_named(words: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(MetaTTTError, match=message.translate({ord("["): "\\[", ord("]"): "\\]"})):
