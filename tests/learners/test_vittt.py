@@ -14,6 +14,7 @@ from torch import Tensor
 
 import metattt
 import metattt.models.timm
+from metattt.catalog.equations import equations
 from metattt.errors import MetaTTTError
 from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
@@ -98,6 +99,8 @@ def test_positions_in_the_map(sides: tuple[int, int], rope: bool) -> None:
     weights = {name[2:]: golden(name) for name in GOLDEN.files if name.startswith("p|")}
     torch.testing.assert_close(layer(x)[0], released_block(x, weights, sides, rope), rtol=1e-9, atol=1e-12)
     assert not layer.causal
+    if rope and sides == (3, 3):
+        assert "RoPE_t: by row and column" in str(list(equations(layer)))
     if not rope:
         torch.testing.assert_close(layer(x)[0], golden(f"{sides[0]}x{sides[1]}|y"), rtol=1e-9, atol=1e-12)
 
