@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_heads
-from metattt.models.block import Backbone, check_function, take
+from metattt.models.block import INIT_STD, Backbone, check_function, take
 from metattt.registry import register
 from metattt.setting import setting
 
@@ -50,6 +50,8 @@ class NovelViews(Backbone):
         for block in self.blocks:
             block.view_norm = nn.RMSNorm(dim, eps=self.norm_eps)
             block.attention = nn.MultiheadAttention(dim, self.num_heads, bias=False, batch_first=True)
+            for weight in block.attention.parameters():
+                nn.init.normal_(weight, std=INIT_STD)
         self.final_norm, self.head = nn.RMSNorm(dim, eps=self.norm_eps), nn.Linear(dim, colours)
 
     def forward(self, x: Tensor) -> Tensor:

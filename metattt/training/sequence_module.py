@@ -1,4 +1,4 @@
-"""The outer loop for labelled sequences: cross-entropy and accuracy for classes, squared error for numbers and views."""
+"""The outer loop for labelled sequences: cross-entropy and accuracy for classes, squared error for numbers, views."""
 
 from __future__ import annotations
 
