@@ -8,8 +8,15 @@ import runpy
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import safetensors
+import torch
+from runs_for_tests import Killed, log, steps, write_corpus
+
+from metattt.checkpoints.trained import read_checkpoint
+from metattt.data.text import TextData
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -54,6 +61,44 @@ def test_a_layer_in_a_model_of_transformers() -> None:
     pytest.importorskip("transformers")
     found = load("transformers_llama").main(steps=20)
     assert found["TTT-Linear in two of three"] < 4.2, "a guess is ln 256 = 5.5"
+
+
+def test_attached_layers_are_trained_alone_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies and is started again ends with the weights and the log of one that did not, bit for bit."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, max_position_embeddings=32, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    example, corpus = load("attach_lightning"), str(write_corpus(tmp_path / "texts"))
+
+    def run(folder: str) -> Any:
+        data = TextData(corpus, context_length=16, batch_size=2, validation_max_bytes=600)
+        return example.main(str(tmp_path / "base"), tmp_path / folder, data, "bytes", steps=6, every=3)
+
+    def dies(self: Any, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == 5:
+            raise Killed
+
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(example.divergence.Divergence, "on_train_batch_end", dies)
+        with pytest.raises(Killed):
+            run("again")
+    assert steps(tmp_path / "again") == [3]
+    again = run("again")
+    assert log(tmp_path / "again") == log(tmp_path / "whole") != []
+
+    new, held = dict(whole.named_parameters()), base.state_dict()
+    for one in (whole, again):
+        now = one.model.state_dict()
+        assert now.keys() == held.keys() | new.keys() and all(torch.equal(now[name], held[name]) for name in held)
+    assert all(torch.equal(value, new[name]) for name, value in again.named_parameters())
+    assert all(new[name] != 0 for name in new if name.endswith(".scale"))  # all begin at 0
+    written = read_checkpoint(tmp_path / "again")["state_dict"]
+    assert {name.removeprefix("model.") for name in written} == new.keys(), "no pretrained weights"
+    with safetensors.safe_open(tmp_path / "again" / "layers.safetensors", "pt") as file:
+        assert set(file.keys()) == new.keys()
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "models/test_e2e.py::test_it_trains": (),
     "evaluation/test_evaluation.py::test_one_checkpoint_writes": (),
     "evaluation/test_evaluation.py::test_several_checkpoints": (),
-    "test_examples.py": (),
+    "test_examples.py": ("test_attached",),
     "training/test_experiments.py::test_every_experiment_composes": ("[table1]",),
     "training/test_experiments.py::test_one_step_of_each_kind": ("[books_4k/ttt_linear_125m]",),
     "training/test_experiments.py::test_finetuning": (),

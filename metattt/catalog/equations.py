@@ -142,7 +142,8 @@ class Seen(NamedTuple):
 
 
 def _seen(layer: TTTLayer, lender: Any) -> Seen:
-    x = torch.randn(1, 2, layer.dim, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()))
+    # as many tokens as a square map has
+    x = torch.randn(1, 4, layer.dim, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()))
     state = State(torch.zeros(1, dtype=torch.long, device=x.device), 0, {}, {}, {}, {})
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         views, gates, *_ = layer.tokens(

@@ -50,12 +50,14 @@ class SequenceData(Data):
         length: T, tokens of a sequence.
         inputs: features of a token that is a vector; None: tokens are ids.
         vocab_size: number of different ids; None: tokens are vectors.
+        trained_by: the job in `metattt.training.sequence_module`.
 
     Raises:
         MetaTTTError: a size that is not allowed.
     """
 
     scored_by = "metattt.evaluation.sequences"
+    trained_by = "SequenceJob"
     length: int
     inputs: int | None = None
     vocab_size: int | None = None
@@ -67,9 +69,10 @@ class SequenceData(Data):
         self.seed, self.num_workers = seed, num_workers
 
     def job(self, cfg: DictConfig) -> Job:
-        from metattt.training.sequence_module import SequenceJob
+        from metattt.training import sequence_module
 
-        return SequenceJob(cfg, self)
+        job: Job = getattr(sequence_module, self.trained_by)(cfg, self)
+        return job
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """One sequence: ids `[T]` or vectors `[T, F]`, and labels `[T]`: ids with `NO_LABEL`, or numbers with NaN."""

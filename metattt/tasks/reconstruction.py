@@ -41,9 +41,11 @@ class Reconstruction(Task):
         short_conv: taps (tokens) of a causal convolution of every channel after each of the separate projections, with
             silu after it, instead of feature_map=silu for q and k (the published delta rules have 4); None: none.
         short_conv_v: also for v (MesaNet has none).
-        rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch
-            (`mini_batch`).
+        rope: rotary position encoding of q and k by position in the document (`full`), in the mini-batch
+            (`mini_batch`), or in the map that the tokens of a call are, row by row (`map`, ViT³, arXiv 2512.01643, as
+            released): of the features of all heads together, the first half turns by row, the second by column.
         rope_theta: base of its frequencies.
+        rope_columns: width of the map (tokens); None: it is a square.
         feature_map: applied to q and k; `elu` is elu(x) + 1.
         normalize_qk: scale q and k to unit length.
         bias: biases in the projections.
@@ -61,12 +63,13 @@ class Reconstruction(Task):
 
     Raises:
         MetaTTTError: a value that is not allowed, an odd head width with rope, `kv_heads` with views=shared_qk, or a δ
-            of the token for a loss without δ; when the layer is built, for `kv_heads` that do not divide its heads.
+            of the token for a loss without δ; when the layer is built, for `kv_heads` that do not divide its heads;
+            from a call with rope=map, tokens that are no square.
     """
 
     projections: Literal["separate", "shared_qk", "no_key"] = setting(default="separate", alias="views")
     conv_width: int = setting(default=4)
-    rope: Literal["none", "mini_batch", "full"] = setting(default="none")
+    rope: Literal["none", "mini_batch", "full", "map"] = setting(default="none")
     rope_theta: float = setting(default=10000.0, above=0)
     feature_map: Literal["identity", "elu", "silu"] = setting(default="identity")
     normalize_qk: bool = setting(default=False)
@@ -84,9 +87,11 @@ class Reconstruction(Task):
     huber_delta_from: Literal["constant", "per_head"] = setting(default="constant", kw_only=True)
     short_conv: int | None = setting(default=None, kw_only=True, advice=" (taps), or null for none")
     short_conv_v: bool = setting(default=True, kw_only=True)
+    rope_columns: int | None = setting(default=None, kw_only=True, advice=", or null for a square map")
 
     def configure(self) -> None:
         super().configure()
+        self.causal = type(self).causal and self.rope != "map"  # the shape of the map depends on the number of tokens
         self.shared_qk, self.no_key = self.projections == "shared_qk", self.projections == "no_key"
         self.learned_delta = self.huber_delta_from == "per_head"
         self.squared_error = self.loss_name == "squared"
@@ -129,6 +134,11 @@ class Reconstruction(Task):
             )
         self.num_heads, self.head_dim, self.groups = num_heads, head_dim, groups
         width = num_heads * head_dim
+        if self.rope == "map" and (width % 4 or groups != num_heads):
+            raise MetaTTTError(
+                f"task.rope=map turns pairs of features of {num_heads} heads of {head_dim} by row and by column: "
+                "set dim to a multiple of 4, and task.kv_heads=null"
+            )
         self.q = projection(dim, width, self.bias)  # shared by q and k in `shared_qk`
         self.v = projection(dim, groups * head_dim, self.bias)
         if self.shared_qk:
@@ -169,8 +179,9 @@ class Reconstruction(Task):
             which = "conv_K, conv_V, conv_Q" if self.short_conv_v else "conv_K, conv_Q"
             lines.append(f"{which}: causal, {self.short_conv} tokens, each channel by itself")
         if self.rope != "none":
-            place = "t in its mini-batch" if self.rope == "mini_batch" else "t in its document"
-            lines.append(f"RoPE_t: by the position of {place}, base {self.rope_theta:g}")
+            place = {"mini_batch": "the position of t in its mini-batch", "full": "the position of t in its document"}
+            halves = "row and column of t in the map, half of all features each"
+            lines.append(f"RoPE_t: by {place.get(self.rope, halves)}, base {self.rope_theta:g}")
         if self.groups != self.num_heads:
             lines.append(f"k and v have {self.groups} heads, each for {self.num_heads // self.groups} of q")
         return lines
@@ -264,7 +275,10 @@ class Reconstruction(Task):
                 table = _known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
                 q, k = torch.view_as_real(pairs * table[positions].unsqueeze(1)).flatten(-2).unbind(0)
             else:
-                cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
+                if self.rope == "map":
+                    cos, sin = self._turns_of_map(ctx.places, q)
+                else:
+                    cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.corruption != "none":
             kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
@@ -285,6 +299,21 @@ class Reconstruction(Task):
         """The feature map of q or k; after a short convolution silu is not applied again."""
         done = self.feature_map == "identity" or (self.feature_map == "silu" and self.short_conv is not None)
         return x if done else FEATURE_MAPS[self.feature_map](x)
+
+    def _turns_of_map(self, places: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[B, H, T, d/2]` for q `[B, H, T, d]` and tokens at `places` `[B, T]` of a map."""
+        count = q.shape[2]
+        columns = math.isqrt(count) if self.rope_columns is None else self.rope_columns
+        if self.rope_columns is None and columns**2 != count:
+            raise MetaTTTError(
+                f"task.rope=map: {count} tokens are no square map: set task.rope_columns to its width; class tokens "
+                "have no place in it"
+            )
+        half = self.num_heads * self.head_dim // 2
+        rows, across = places.div(columns, rounding_mode="floor"), places.remainder(columns)
+        tables = zip(*(rotary_table(one, half, self.rope_theta, q.dtype) for one in (rows, across)), strict=True)
+        cos, sin = (torch.cat(one, -1)[:, 0].unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in tables)
+        return cos, sin
 
     def _labels(self, v: Tensor, x: Tensor) -> Tensor:
         """v `[B, G, T, d]`, followed by the token's δ if there is one."""

@@ -1,14 +1,18 @@
-"""The outer loop for labelled sequences: cross-entropy and accuracy for classes, squared error for numbers."""
+"""The outer loop for labelled sequences: cross-entropy and accuracy for classes, squared error for numbers, views."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import lightning
 import torch
 from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from metattt.checkpoints.record import make_record
+from metattt.data.novel_views import ASKED, GIVEN
 from metattt.data.sequences import NO_LABEL, Batch, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.measures.labelled import answers, losses_and_hits
@@ -49,6 +53,31 @@ class LabelledSequences(OuterLoop):
             self.add_to_validation(accuracy=(hits.sum(), count))
 
 
+class Views(LabelledSequences):
+    """Trains a `NovelViews` on `data=novel_views`.
+
+    Logged in validation: `loss`, the mean squared error of a colour, and for each number n of given views `loss_n` and
+    `psnr_n`, the mean over scenes of −10 log10 of a scene's error (dB).
+    """
+
+    def on_fit_start(self) -> None:
+        """Nothing to check: a given view may see every other."""
+
+    def shortest_loss(self) -> Tensor:
+        x = torch.zeros(1, 2, self.model.view_tokens, self.model.in_features, device=self.device)
+        x[:, 0, :, -1], x[:, 1, :, -1] = GIVEN, ASKED
+        return self.model(x.flatten(1, 2)).sum()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        losses = losses_and_hits(*answers(self.model, *batch))[0].double().view(len(batch[0]), -1).mean(1)
+        views = (batch[0][..., -1] == GIVEN).sum(1) // self.model.view_tokens
+        self.add_to_validation(loss=(losses.sum(), torch.ones_like(losses).sum()))
+        for number in self.trainer.datamodule.data.given:  # type: ignore[attr-defined]
+            scenes = (views == number).double()
+            for name, values in (("loss", losses), ("psnr", -10 * losses.log10())):
+                self.add_to_validation(**{f"{name}_{number}": (values @ scenes, scenes.sum())})
+
+
 class SequenceJob(Job):
     """Prediction of the labels of synthetic sequences.
 
@@ -60,8 +89,14 @@ class SequenceJob(Job):
         MetaTTTError: a model that does not read these sequences.
     """
 
+    loop = LabelledSequences  #: the Lightning module
+
     def __init__(self, cfg: DictConfig, data: SequenceData):
         super().__init__(cfg, data)
+        self.check_model(cfg, data)
+
+    def check_model(self, cfg: DictConfig, data: SequenceData) -> None:
+        """Raises an error for a model that does not read these sequences."""
         if data.vocab_size is not None:
             if "vocab_size" not in cfg.model:
                 raise MetaTTTError("recall needs a language model: set experiment=recall, or model=language_model")
@@ -88,8 +123,28 @@ class SequenceJob(Job):
                 "model=ttt_e2e learns from the next token at every place, which these sequences do not have: set "
                 "model=language_model"
             )
-        return LabelledSequences(model, recipe, make_record(self.cfg))
+        return self.loop(model, recipe, make_record(self.cfg))
 
     def columns(self) -> dict[str, tuple[str, float, str]]:
         loss = "cross-entropy (nats)" if self.data.vocab_size else "squared error"
         return {"accuracy": ("accuracy %", 100, ".4g"), "loss": (loss, 1, ".4g")}
+
+
+class ViewJob(SequenceJob):
+    """Pictures of a scene from places that were not shown; see `SequenceJob`."""
+
+    unit, loop = "scenes", Views
+
+    def check_model(self, cfg: DictConfig, data: SequenceData) -> None:
+        if "image_size" not in cfg.model:
+            raise MetaTTTError("views need a model that learns and reads them: set experiment=novel_views")
+
+    def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
+        """The final table: the error by the number of given views."""
+        table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
+        for name in ("given views", "validation squared error", "PSNR (dB)"):
+            table.add_column(name, justify="right")
+        for number in self.data.given:
+            error, psnr = (trainer.callback_metrics[f"validation/{key}_{number}"].item() for key in ("loss", "psnr"))
+            table.add_row(str(number), f"{error:.4g}", f"{psnr:.2f}")
+        console.print(table)

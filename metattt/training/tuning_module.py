@@ -1,0 +1,46 @@
+"""The outer loop for a pretrained language model of Transformers, of which some parameters are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.data.windows import NO_TOKEN
+from metattt.training.job import OuterLoop
+
+
+class PartTuning(OuterLoop):
+    """Trains those parameters of a causal model of Transformers that require a gradient, on windows of tokens
+    `[B, T + 1]`: the first T are read, the last T predicted; the loss is in nats per token.
+
+    A checkpoint holds the trained parameters alone: to resume, load the pretrained model first (`metattt.attach`, and
+    `examples/attach_lightning.py`). Arguments as of `OuterLoop`.
+    """
+
+    strict_loading = False
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        held = super().state_dict(*args, **options)
+        return {name: held[name] for name, one in self.named_parameters() if one.requires_grad}
+
+    def batch_loss(self, batch: Tensor) -> Tensor:
+        return self._nats(batch).mean()
+
+    def item_losses(self, batch: Tensor) -> Tensor:
+        losses = self._nats(batch)
+        return losses.new_zeros(batch[:, 1:].shape).masked_scatter(batch[:, 1:] != NO_TOKEN, losses)
+
+    def shortest_loss(self) -> Tensor:
+        return self.batch_loss(next(self.parameters()).new_zeros(1, 2).long())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        losses = self._nats(batch)
+        self.add_to_validation(loss=(losses.sum(), losses.new_tensor(losses.numel())))
+
+    def _nats(self, ids: Tensor) -> Tensor:
+        """The cross-entropy of every predicted token `[N]`."""
+        logits, labels = self.model(input_ids=ids[:, :-1].clamp(min=0), use_cache=False).logits, ids[:, 1:]
+        real = labels != NO_TOKEN
+        return F.cross_entropy(logits[real].float(), labels[real], reduction="none")
