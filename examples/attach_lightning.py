@@ -23,7 +23,7 @@ from metattt.training import csv_log, divergence, job, recipes, saving, signals,
 def main(name: str, folder: Path, data: TextData, tokenizer: str, steps: int = 1000, every: int = 100) -> Attached:
     lightning.seed_everything(0, verbose=False)
     layers = attach(AutoModelForCausalLM.from_pretrained(name), "model.layers.*.self_attn", layer="ttt_linear")
-    layers.model.requires_grad_(False)
+    layers.model.train().requires_grad_(False)
     for _, parameter in layers.named_parameters():
         parameter.requires_grad_()
 

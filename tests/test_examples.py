@@ -17,6 +17,7 @@ from runs_for_tests import Killed, log, steps, write_corpus
 
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.data.text import TextData
+from metattt.errors import MetaTTTError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -99,6 +100,10 @@ def test_attached_layers_are_trained_alone_and_go_on(tmp_path: Path, monkeypatch
     assert {name.removeprefix("model.") for name in written} == new.keys(), "no pretrained weights"
     with safetensors.safe_open(tmp_path / "again" / "layers.safetensors", "pt") as file:
         assert set(file.keys()) == new.keys()
+    module = example.tuning_module.PartTuning(again.model, example.recipes.AdamW(lr=1e-3), {})
+    written.pop(f"model.{min(new)}")
+    with pytest.raises(MetaTTTError, match="the checkpoint is of other trained parameters"):
+        module.load_state_dict(written)
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.data.windows import NO_TOKEN
+from metattt.errors import MetaTTTError
 from metattt.training.job import OuterLoop
 
 
@@ -19,11 +21,21 @@ class PartTuning(OuterLoop):
     `examples/attach_lightning.py`). Arguments as of `OuterLoop`.
     """
 
-    strict_loading = False
-
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         held = super().state_dict(*args, **options)
         return {name: held[name] for name, one in self.named_parameters() if one.requires_grad}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Raises:
+        MetaTTTError: the state is not of the parameters that are trained here.
+        """
+        other = {name for name, one in self.named_parameters() if one.requires_grad} ^ state_dict.keys()
+        if other:
+            raise MetaTTTError(
+                f"the checkpoint is of other trained parameters ({len(other)}, {min(other)} among them): attach the same "
+                "layers, with the same parameters trained, or start in another folder"
+            )
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
     def batch_loss(self, batch: Tensor) -> Tensor:
         return self._nats(batch).mean()

@@ -222,7 +222,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     adapter = Adapter(ours(), "norms", adam())
     with pytest.raises(MetaTTTError, match="nothing to save"):
         adapter.save("nowhere")
-    for ids in (IDS[0], IDS.double(), "text"):
+    for ids in (IDS[0], IDS.double(), "text", IDS - 1000, IDS + 1000):
         with pytest.raises(MetaTTTError, match="ids"):
             adapter.read(ids)
     adapter.read(IDS)
