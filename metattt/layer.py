@@ -49,7 +49,7 @@ class TTTLayer(PlannedLayer):
             every head, with a scale and an offset `[D]`.
         norm_eps: ε of this norm, added to the mean square; None: 1e-6 for LayerNorm over D, 1e-5 for the others.
         norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of predictions for q/√d with ε is the
-            norm of predictions for q with d ε, so layers have this that are published with queries of q/√d.
+            norm of predictions for q with d ε. Set for layers whose published code reads with q/√d.
         gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.
         gate_rank: of Wg, `head_dim`: the width of a head, with a bias after its second map; None: full, without bias.
         output_bias: a bias in the output projection.
