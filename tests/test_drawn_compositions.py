@@ -35,7 +35,8 @@ from metattt.tasks import Reconstruction
 MOST = 1e6  # of an output: what is larger is drawn again with smaller steps
 ATTEMPTS = 150  # draws for one that is not refused
 
-DATA = ("kernel_estimator", "kernel_ridge", "recurrent_ridge", "log_linear", "global_estimator", "oja", "slots", "chebyshev_ridge")
+RIDGES = ("kernel_ridge", "recurrent_ridge", "chebyshev_ridge")
+DATA = ("kernel_estimator", *RIDGES, "log_linear", "global_estimator", "oja", "slots")
 NETWORKS = ("linear", "mlp", "swiglu", "glu", "convolution", "transformer", "module")
 BLOCK_RULES = ("block_momentum", "bounded", "sign", "adam", "mirror")
 LINEAR_RULES = ("delta_gradient", "channel_decay", "key_step", "preconditioned")  # of a linear map alone

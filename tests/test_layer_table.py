@@ -35,7 +35,8 @@ SMALL = {
     "nearest": ["learner.neighbours=3"],
     "nested_ttt": ["optimizer.mini_batch_size=6"],  # more than one of the inner layer's, which has four tokens
     "window_attention": ["learner.window=3"],
-    **{row: ["learner.chunk=3"] for row in ("mesa_net", "log_linear_mamba2", "log_linear_gated_delta_net", "gated_oja", "gka")},
+    **{row: ["learner.chunk=3"] for row in ("mesa_net", "log_linear_mamba2", "log_linear_gated_delta_net")},
+    **{row: ["learner.chunk=3"] for row in ("gated_oja", "gka")},
     "gsa": ["learner.chunk=3", "optimizer.channels=5"],
 }
 ONE_CALL = ["self_attention", "linear_attention_image", "linear_attention_elu_image"]  # a call is a set, without state
