@@ -60,12 +60,14 @@ class DataGates(NamedTuple):
         keep: share of the past that stays (γ, α), between 0 and 1; None: all.
         levels: `[B, H, T, n]` weights λ of the n levels of a hierarchical state in what the token reads; None: all 1.
         decay: `[B, H, T, n]` logarithm of a `keep` for each of the n channels of a memory; None: there is none.
+        blend: share of the learner's solution in the query that the token reads with (α of GKA); None: 1.
     """
 
     write: Tensor
     keep: Tensor | None = None
     levels: Tensor | None = None
     decay: Tensor | None = None
+    blend: Tensor | None = None
 
     def masked(self, valid: Tensor | None) -> DataGates:
         """Padding changes nothing: it writes 0 and keeps all. `valid` `[B, T]`; None: all tokens are real."""

@@ -190,7 +190,7 @@ class Document:
                 levels = F.softplus(p["optimizer.level_scale"] * logit)
             if s.channels:
                 self.channels = torch.sigmoid(torch.einsum("td,hnd->thn", x, p["optimizer.channel_weight"])) ** (1 / s.temperature)
-            self.data = one if write is None else write, keep, levels, self.channels
+            self.data = one if write is None else write, keep, levels, self.channels, self.gate("blend_gate", s.blend)
             return
         self.scale = s.base_lr / (self.width if s.lr_scale == "head_dim" else 1)
         if getattr(s, "decay", "") == "mamba2":

@@ -353,6 +353,7 @@ class Data(NamedTuple):
     keep: Tensor
     levels: Tensor | None
     channels: Tensor | None
+    blend: Tensor | None
 
 
 def kernel_estimator(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) -> Tensor:
@@ -396,6 +397,25 @@ def recurrent_ridge(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Dat
         moment = keep * moment + write * v.unsqueeze(2) * k.unsqueeze(1)
     ridge = F.softplus(w["ridge"][:, 0]) + s.ridge_floor
     return (moment @ torch.linalg.solve(gram + torch.diag_embed(ridge), q).unsqueeze(-1)).squeeze(-1)
+
+
+def chebyshev_ridge(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) -> Tensor:
+    """`U (q + α (x − q))`, `(H + λ) x = q` by Chebyshev's iteration, `λ = ridge ‖H‖_F`."""
+    gram = moment = torch.zeros(q.shape[0], q.shape[1], q.shape[1], dtype=q.dtype)
+    for i in range(t + 1):
+        factor, keep = data.write[i].unsqueeze(1) + 1e-6, data.keep[i].view(-1, 1, 1)
+        k, v = factor * data.k[i], factor * data.v[i]
+        gram = keep * gram + k.unsqueeze(2) * k.unsqueeze(1)
+        moment = keep * moment + v.unsqueeze(2) * k.unsqueeze(1)
+    size = gram.square().sum((1, 2)).sqrt().unsqueeze(1)
+    ridge, span = s.ridge * size, (2 * s.ridge + 1) * size
+    x, before, omega = 2 / span * q, torch.zeros_like(q), 2.0
+    for _ in range(s.iterations):
+        omega = 1 / (1 - (size / span).square() / 4 * omega)
+        residual = (gram @ x.unsqueeze(-1)).squeeze(-1) + ridge * x - q
+        x, before = before + omega * (x - 2 / span * residual - before), x
+    x = x if data.blend is None else q + data.blend[t].unsqueeze(1) * (x - q)
+    return (moment @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def log_linear(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Data) -> Tensor:
@@ -454,6 +474,7 @@ LEARNERS: dict[str, Callable[..., Tensor]] = {
     "Linear": linear, "MLP": mlp, "SwiGLU": swiglu, "GLU": glu, "Convolution": convolution, "Transformer": transformer,
     "ModuleLearner": module, "KernelEstimator": kernel_estimator, "KernelRidge": kernel_ridge,
     "RecurrentRidge": recurrent_ridge, "LogLinear": log_linear, "GlobalEstimator": global_estimator, "Oja": oja, "Slots": slots,
+    "ChebyshevRidge": chebyshev_ridge,
 }  # fmt: skip
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ NORMS = {  # ε of the published model, and the factor of its queries: 1/√4 or
     "gla": (FLA_EPS, 0.5), "delta_net": (FLA_EPS, 0.5), "gated_delta_net": (FLA_EPS, 0.5), "kda": (FLA_EPS, 0.5),
     "gated_delta_net2": (FLA_EPS, 0.5), "comba": (FLA_EPS, 0.5), "delta_gradient": (FLA_EPS, 0.5),
     "delta_product": (FLA_EPS, 0.5), "gated_delta_product": (FLA_EPS, 0.5), "preconditioned_delta_net": (FLA_EPS, 0.5),
-    "pkda": (FLA_EPS, 0.5), "gsa": (FLA_EPS, 1),
+    "pkda": (FLA_EPS, 0.5), "gsa": (FLA_EPS, 1), "gka": (FLA_EPS, 0.5),
     "hgrn2": (1e-5, 0.5), "mesa_net": (FLA_EPS, 1), "log_linear_gated_delta_net": (FLA_EPS, 1), "rwkv7": (4 * 1e-5, 1), "mamba2": (1e-5, 1),
     "log_linear_mamba2": (1e-5, 1), "lact": (1e-5, 1), "ttt_linear": (1e-6, 1), "ttt_mlp": (1e-6, 1),
 }  # fmt: skip

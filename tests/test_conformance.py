@@ -13,6 +13,7 @@ from metattt.composition.compose import compose
 from metattt.layer import TTTLayer
 from metattt.learners import (
     MLP,
+    ChebyshevRidge,
     Convolution,
     FastWeights,
     KernelEstimator,
@@ -69,6 +70,10 @@ class TestRecurrentRidge(LearnerConformance):
 
 class TestExactRidge(LearnerConformance):
     make = staticmethod(lambda: RecurrentRidge("exact", chunk=4, residual=True, norm=True))
+
+
+class TestChebyshevRidge(LearnerConformance):
+    make = staticmethod(lambda: ChebyshevRidge(chunk=4, residual=True, norm=True))
 
 
 class TestLogLinear(LearnerConformance):

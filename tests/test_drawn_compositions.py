@@ -35,7 +35,8 @@ from metattt.tasks import Reconstruction
 MOST = 1e6  # of an output: what is larger is drawn again with smaller steps
 ATTEMPTS = 150  # draws for one that is not refused
 
-DATA = ("kernel_estimator", "kernel_ridge", "recurrent_ridge", "log_linear", "global_estimator", "oja", "slots")
+RIDGES = ("kernel_ridge", "recurrent_ridge", "chebyshev_ridge")
+DATA = ("kernel_estimator", *RIDGES, "log_linear", "global_estimator", "oja", "slots")
 NETWORKS = ("linear", "mlp", "swiglu", "glu", "convolution", "transformer", "module")
 BLOCK_RULES = ("block_momentum", "bounded", "sign", "adam", "mirror")
 LINEAR_RULES = ("delta_gradient", "channel_decay", "key_step", "preconditioned")  # of a linear map alone
@@ -65,7 +66,7 @@ VALUES: dict[str, tuple[Any, ...]] = {  # of keys whose type says little
     "tolerance": (0.0,), "ridge_floor": (0.0, 0.25), "iterations": (30,), "chunk": (1, 2, 3, 64), "depth": (1, 2, 3),
     "width": (1, 2, 3), "expansion": (0.5, 1.0, 2.0), "channels": (1, 2), "num_heads": (1, 2), "count": (1, 2, 3),
     "activation": ("gelu_tanh", "gelu", "relu", "silu", "tanh", "sigmoid", "identity"), "degree": (1, 1, 2),
-    "scale": (0.5, 1.0, 2.0),
+    "scale": (0.5, 1.0, 2.0), "blend_init": (0.5,),
     "erase_scale": (1.0, 2.0), "correction": (None, 0.5), "rope_heads": (None, 1, 2), "rope_columns": (None,),
     "step_scale": (0.5, {"w1": 0.3, "b1": 3.0}, {"w1": 0.5}),
     "trainable": (["w1"], ["w1", "b1"], ["norm_scale", "w1"]),

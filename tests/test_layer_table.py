@@ -35,14 +35,15 @@ SMALL = {
     "nearest": ["learner.neighbours=3"],
     "nested_ttt": ["optimizer.mini_batch_size=6"],  # more than one of the inner layer's, which has four tokens
     "window_attention": ["learner.window=3"],
-    **{row: ["learner.chunk=3"] for row in ("mesa_net", "log_linear_mamba2", "log_linear_gated_delta_net", "gated_oja")},
+    **{row: ["learner.chunk=3"] for row in ("mesa_net", "log_linear_mamba2", "log_linear_gated_delta_net")},
+    **{row: ["learner.chunk=3"] for row in ("gated_oja", "gka")},
     "gsa": ["learner.chunk=3", "optimizer.channels=5"],
 }
 ONE_CALL = ["self_attention", "linear_attention_image", "linear_attention_elu_image"]  # a call is a set, without state
 NOT_APPLICABLE = {
     *((row, law) for row in ("mttt_linear", "mttt_mlp") for law in ("splits", "causality", "packing")),  # answer at its end
     *((row, "forms") for row in ("attention", "window_attention", "nearest", "kernel_ridge", "mesa_net")),  # they have one
-    *((row, "forms") for row in ("log_linear_mamba2", "log_linear_gated_delta_net", "gsa", "gated_oja")),
+    *((row, "forms") for row in ("log_linear_mamba2", "log_linear_gated_delta_net", "gsa", "gated_oja", "gka")),
 }
 OTHERS = {"lact_block", "titans_mag", "titans_mal", "vittt", "longhorn", "mamba", "mamba2_mixer"}
 """Of a `Combined`, and mixers: no `TTTLayer`, so not the oracle's; their laws are in `test_whole_layers`."""

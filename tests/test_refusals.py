@@ -229,6 +229,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=mesa_net optimizer.write=step", "optimizer.write=step is the step size of optimizer.decay=mamba2"),
     ("layer=mesa_net optimizer.levels=1", "optimizer.levels=1 has no level"),
     ("layer=mesa_net optimizer.channels=4", "does not use the decay gate of its rule: set optimizer.channels=0"),
+    ("layer=mesa_net optimizer.blend=shared", "does not use the blend gate of its rule: set optimizer.blend=none"),
     ("layer=gsa optimizer.channels=many", "optimizer.channels=many"),
     ("layer=self_attention learner.normalize=false", "learner.kernel=linear"),
     # what stands around a rule

@@ -2,6 +2,7 @@
 
 from metattt.learners.base import Learner, NonParametric, Weight
 from metattt.learners.channel_memory import Oja, Slots
+from metattt.learners.chebyshev_ridge import ChebyshevRidge
 from metattt.learners.convolution import Convolution
 from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
@@ -21,6 +22,7 @@ from metattt.learners.transformer import Transformer
 __all__ = [
     "GLU",
     "MLP",
+    "ChebyshevRidge",
     "Convolution",
     "Depthwise",
     "FastWeights",

@@ -147,7 +147,7 @@ class NonParametric(Learner):
     """A learner whose state is the data itself: it reads the whole sequence and needs no update rule."""
 
     has_weights = False
-    #: which of `write`, `keep`, `levels` and `decay` `scan` uses; a rule with others raises an error
+    #: which of `write`, `keep`, `levels`, `decay` and `blend` `scan` uses; a rule with others raises an error
     gates: ClassVar[frozenset[str]] = frozenset()
 
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:

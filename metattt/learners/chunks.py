@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
         write: `[B, H or 1, c]`.
         decay: `Π_{s<r≤t} keep_r`, `[B, H or 1, c, c]`, lower triangular.
         kept: `Π_{r≤t} keep_r`, `[B, H or 1, c]`.
-        levels: `[B, H, c, n]`, or None.
+        levels, blend: `[B, H, c, n]` and `[B, H or 1, c]`, or None.
         positions: `[B, c]` of the tokens in their documents.
         after: `[B]` the position of the token that would follow.
     """
@@ -36,6 +36,7 @@ class Chunk(NamedTuple):
     decay: Tensor
     kept: Tensor
     levels: Tensor | None
+    blend: Tensor | None
     positions: Tensor
     after: Tensor
 
@@ -64,6 +65,7 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
             decay,
             kept,
             None if gates.levels is None else gates.levels[:, :, part],
+            None if gates.blend is None else gates.blend[:, :, part],
             positions,
             _after(positions, None if ctx.valid is None else ctx.valid[:, part]),
         )

@@ -82,7 +82,6 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         """Predictions `[B, H, T, d]`, and `gram` = H `[B, H, d, d]` and `moment` = B `[B, H, d, d_v]`."""
         batch, heads, _, width = views.k.shape
         with exact(views.k.device.type):
-            ridge = F.softplus(self.slow["ridge"].to(gates.write.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
             gram, moment = (
                 state[name] if state else gates.write.new_zeros(batch, heads, width, x.shape[-1])
                 for name, x in (("gram", views.k), ("moment", views.v))
@@ -90,15 +89,16 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
             ys = []
             for part in chunks(views, ctx, gates, self.chunk):
                 mix = part.mix  # ζ
-                ys.append(self._answer(part, mix, gram, moment, ridge))
+                ys.append(self._answer(part, mix, gram, moment))
                 gram, moment = (
                     chunk_state(part.k, x, mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment))
                 )
             y = self._wrapped(views.q, torch.cat(ys, dim=2))
         return y, {"gram": gram, "moment": moment}
 
-    def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
+    def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor) -> Tensor:
         """`q_t (H_t + Λ)⁻¹ B_t` of a chunk's tokens, `[B, H, c, d]`, from H and B before it."""
+        ridge = F.softplus(self.slow["ridge"].to(mix.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
         if self.solver == "exact":
             outer = part.k.unsqueeze(-1) * part.k.unsqueeze(-2)  # [B, H, c, d, d]
             full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(
@@ -112,9 +112,16 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         return chunk_read(x, part.k, part.v, mix, part.kept, moment)
 
 
-def _applied(x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
+def _applied(x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor | float) -> Tensor:
     """`(kept_t H_0 + Σ_s mix_ts k_s k_sᵀ + Λ) x_t` for a vector of every token, `[B, H, c, d]`."""
     return chunk_read(x, k, k, mix, kept, gram) + ridge * x
+
+
+def _by_operator(w: Tensor, x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor) -> tuple[Tensor, ...]:
+    """The derivatives of `Σ_t ⟨w_t, (kept_t H_0 + Σ_s mix_ts k_s k_sᵀ) x_t⟩` by k, mix, kept and gram."""
+    xk, wk = x @ k.mT, w @ k.mT
+    by_k = (mix * wk).mT @ x + (mix * xk).mT @ w
+    return by_k, xk * wk, ((x @ gram) * w).sum(-1), (kept.unsqueeze(-1) * x).mT @ w
 
 
 class _Solve(torch.autograd.Function):
@@ -157,7 +164,4 @@ class _Solve(torch.autograd.Function):
         k, mix, kept, gram, ridge, x = ctx.saved_tensors
         with exact(grad.device.type):
             w = _Solve.apply(grad, k, mix, kept, gram, ridge, *ctx.settings)
-            xk, wk = x @ k.mT, w @ k.mT
-            by_k = -((mix * wk).mT @ x + (mix * xk).mT @ w)
-            by_gram = -(kept.unsqueeze(-1) * x).mT @ w
-            return w, by_k, -xk * wk, -((x @ gram) * w).sum(-1), by_gram, -x * w, None, None
+            return w, *_by_operator(-w, x, k, mix, kept, gram), -x * w, None, None

@@ -37,6 +37,7 @@ class Append(InnerOptimizer, takes=()):
             (arXiv 2506.04761); 0: none.
         channels, temperature: n and τ of decays σ(θ x)^(1/τ) of the n channels of a memory; `head_dim`: as many as a
             head is wide; 0: none.
+        blend, blend_init: as `write`, of α: the share of the learner's solution in the query that a token reads with.
 
     Raises:
         MetaTTTError: an unknown source, an initial value that is not between 0 and 1, write=step without decay=mamba2,
@@ -54,6 +55,8 @@ class Append(InnerOptimizer, takes=()):
     levels: int = setting(default=0, least=0, most=MOST_LEVELS, fixed=True)
     channels: int | Literal["head_dim"] = setting(default=0, least=0, fixed=True, advice=", or head_dim")
     temperature: float = setting(default=8.0, above=0)
+    blend: Literal["none", "shared", "per_head"] = setting(default="none", fixed=True)
+    blend_init: float = setting(default=0.5, above=0, below=1, fixed=True)
 
     def check_settings(self) -> None:
         check_gate("decay_init", self.decay, self.decay_init)
@@ -68,7 +71,7 @@ class Append(InnerOptimizer, takes=()):
     def equations(self) -> list[str]:
         """The gates of the data; the learner uses them."""
         lines = ["write_t = Δ_t"] if self.write == "step" else self.write_gate.equations("write")
-        lines += self.decay_gate.equations("keep")
+        lines += self.decay_gate.equations("keep") + self.blend_gate.equations("blend")
         if self.levels:
             lines.append(f"λ_t^ℓ = softplus(s^ℓ θ^ℓ x_t) of each head, ℓ = 0 … {self.levels - 1}")
         if self.channels:
@@ -77,13 +80,15 @@ class Append(InnerOptimizer, takes=()):
 
     @property
     def data_gates(self) -> Mapping[str, str]:
-        """Its gates (`write`, `keep`, `levels`, `decay`), each with the override that turns it off."""
+        """Its gates (`write`, `keep`, `levels`, `decay`, `blend`), each with the override that turns it off."""
         off = {"write": ("write", "none"), "keep": ("decay", "none"), "levels": ("levels", 0), "decay": ("channels", 0)}
+        off["blend"] = ("blend", "none")
         return {name: f"optimizer.{key}={value}" for name, (key, value) in off.items() if getattr(self, key) != value}
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.write_gate = Gate("none" if self.write == "step" else self.write, self.write_init, dim, num_heads)
         self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+        self.blend_gate = Gate(self.blend, self.blend_init, dim, num_heads)
         if self.levels:
             self.level_weight = nn.Parameter(torch.randn(num_heads, self.levels, dim) * 0.02)
             self.level_scale = nn.Parameter(torch.ones(num_heads, self.levels))
@@ -100,7 +105,7 @@ class Append(InnerOptimizer, takes=()):
         if write is None:
             write = x.new_ones(x.shape[0], 1, x.shape[1])
         decay = F.logsigmoid(self._each(x, self.channel_weight)) / self.temperature if self.channels else None
-        return DataGates(write, keep, self._levels(x) if self.levels else None, decay), state
+        return DataGates(write, keep, self._levels(x) if self.levels else None, decay, self.blend_gate(x)), state
 
     def _levels(self, x: Tensor) -> Tensor:
         """λ in fp32 or wider: `[B, T, D]` to `[B, H, T, n]`."""

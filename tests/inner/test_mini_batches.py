@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from metattt import TTTLayer
 from metattt.errors import MetaTTTError
 from metattt.learners import (
+    ChebyshevRidge,
     Convolution,
     GlobalEstimator,
     KernelEstimator,
@@ -73,6 +74,7 @@ KEEPERS: dict[str, Callable[[], Learner]] = {
     "kernel ridge": lambda: KernelRidge(bandwidth=1.0),
     "recurrent ridge": RecurrentRidge,
     "recurrent ridge, exact": lambda: RecurrentRidge(solver="exact"),
+    "ridge of the keys": ChebyshevRidge,
     "log-linear": LogLinear,
     "log-linear, delta": lambda: LogLinear("delta"),
 }

@@ -80,7 +80,7 @@ def test_equals_a_plain_loop(case: str, form: str) -> None:
         torch.testing.assert_close(one[1], other[1], rtol=1e-9, atol=1e-11, msg=one[0])
 
 
-@pytest.mark.parametrize("row", ["pkda", "gated_oja", "gsa"])
+@pytest.mark.parametrize("row", ["pkda", "gated_oja", "gsa", "gka"])
 @pytest.mark.parametrize("length", [1, 2, T, 70])
 def test_equals_the_loop_of_the_oracle(row: str, length: int) -> None:
     """As configured; from a token to more than a chunk of them."""
@@ -108,7 +108,7 @@ def test_channels_that_do_not_fit(overrides: str, message: str) -> None:
         metattt.build(*overrides.split(), "dim=12", "num_heads=3")(torch.randn(1, 2, 12))
 
 
-@pytest.mark.parametrize("row", ["kda", "gla", "pkda", "gated_oja"])
+@pytest.mark.parametrize("row", ["kda", "gla", "pkda", "gated_oja", "gka"])
 def test_heads_of_another_width(row: str) -> None:
     """Two heads of four features, beside a model of twelve."""
     layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=2", "layer.of_heads=3").double()
@@ -132,6 +132,15 @@ def test_a_key_of_zeros() -> None:
     x = torch.zeros(1, 3, 12, dtype=torch.float64).requires_grad_()
     y, _ = layer(x)
     assert all(g.isfinite().all() for g in gradients(layer, x, y.sum()).values())
+
+
+def test_no_key_at_all() -> None:
+    """‖H‖ has no derivative at 0, and no ridge is left: answers are 0, and nothing is NaN."""
+    layer: Any = metattt.build("layer=gka", "dim=12", "num_heads=3", "learner.chunk=2")
+    randomize(layer)
+    x = torch.cat([torch.zeros(1, 5, 12), torch.randn(1, 3, 12)], 1).requires_grad_()
+    y, _ = layer(x)
+    assert not y[:, :5].any() and all(g.isfinite().all() for g in gradients(layer, x, y.sum()).values())
 
 
 def test_the_answer_to_a_key_is_its_label() -> None:
