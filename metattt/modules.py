@@ -139,8 +139,9 @@ class CausalConv(nn.Module):
             return F.conv2d(image, weight.unsqueeze(2), self.bias, groups=padded.shape[2]).squeeze(2).mT
         # Tap by tap: documents do not see each other. Inductor makes one loop of it, for all lengths; it compiles the
         # derivative of a convolution for every length again.
-        if rounds(padded.device.type):
-            padded = padded.to(torch.get_autocast_dtype(padded.device.type))
+        device = padded.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):  # (not `rounds`: torch 2.11 cannot trace that)
+            padded = padded.to(torch.get_autocast_dtype(device))
         document = None if ctx.first is None else F.pad(ctx.first.cumsum(1), (width - 1, 0))
         length = padded.shape[1] - width + 1
         y = padded.new_zeros(()) if self.bias is None else self.bias.to(padded.dtype)

@@ -179,9 +179,9 @@ def laid_out(given: Given, case: Case) -> Given:
         views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in views]
     elif case.layout == "fused":
         views, made["eta"] = list(torch.stack(views, 2).unbind(2)), made["eta"].mT.contiguous().mT
-    elif case.layout == "far":  # memory that is never touched is only reserved
+    elif case.layout == "far":  # zeros that are never touched are only reserved; `launches` fills what is empty
         far, last = 2**30, views[0][0, :, 0].numel()
-        memory = [torch.empty((case.heads - 1) * far + last, dtype=case.dtype, device=DEVICE) for _ in views]
+        memory = [torch.zeros((case.heads - 1) * far + last, dtype=case.dtype, device=DEVICE) for _ in views]
         views = [x.as_strided(y.shape, (0, case.d, far, 1)).copy_(y) for x, y in zip(memory, views, strict=True)]
     return made | dict(zip("qkv", views, strict=True))
 
