@@ -15,6 +15,7 @@ from metattt.adaptation.fast_model import FastModel
 from metattt.checkpoints.states import read_state, write_state
 from metattt.errors import MetaTTTError, NotFinite, check_integer
 from metattt.generation.sampling import generate
+from metattt.inner.diagnostics import require_ids
 from metattt.inner.network_step import gradients_of, refill, skeleton
 from metattt.memory import Memory, at_start, choose
 from metattt.modules import expand_like
@@ -132,8 +133,7 @@ class Adapter:
                 f"context={self.context} and a mini-batch of {self.rule.mini_batch_size} tokens are more than the "
                 f"{most} positions of the model: lower context or the rule's mini_batch_size"
             )
-        held = getattr(model, "config", model)  # of Transformers, or of ours
-        self._vocab_size: int | None = getattr(held, "vocab_size", None)
+        self._vocab_size: int | None = getattr(getattr(model, "config", model), "vocab_size", None)
         self.state: Adapted | None = None
         self._documents = 0
 
@@ -389,13 +389,10 @@ def _padded(ids: Ids, device: torch.device, vocab_size: int | None) -> tuple[Ten
         raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
     if any(row.is_floating_point() for row in rows):
         raise MetaTTTError(f"ids are {rows[0].dtype}: they must be token ids, torch.int64")
-    for row in rows:
-        if vocab_size is not None and len(row) and not 0 <= int(row.min()) <= int(row.max()) < vocab_size:
-            raise MetaTTTError(
-                f"ids are from {int(row.min())} to {int(row.max())}: those of this model are from 0 to {vocab_size - 1}"
-            )
-    padded = nn.utils.rnn.pad_sequence([row.to(device, torch.long) for row in rows], batch_first=True)
-    return padded, [len(row) for row in rows]
+    padded = nn.utils.rnn.pad_sequence([row.to(torch.long) for row in rows], batch_first=True)
+    if vocab_size is not None and padded.shape[1]:
+        require_ids(padded, vocab_size)
+    return padded.to(device), [len(row) for row in rows]
 
 
 def _last(values: Tensor, count: int) -> Tensor:

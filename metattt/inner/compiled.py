@@ -6,8 +6,8 @@ derivative.
 
 Inductor (torch 2.14) writes into the memory of what a loop reads, as buffers that it uses again and as operations in
 place; gradients of the loop's inputs were then wrong by large factors. So the loop is used only after `allow`, which
-forbids both and lets a graph contain the number of a step. With a number of steps that the compiler leaves open, outputs
-were wrong too: every length has a graph of its own.
+forbids both and lets a graph contain the number of a step. With a number of steps that the compiler leaves open,
+outputs were wrong too: every length has a graph of its own.
 """
 
 from __future__ import annotations

@@ -20,10 +20,8 @@ from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
 from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.learners.base import Learner, NonParametric
-from metattt.memory import at_start, fits, zeros
 from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.optimizers.block import BlockRule
-from metattt.optimizers.checks import settle
+from metattt.optimizers.checks import WrongReturn, check_move, settle
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Task, Views
 
@@ -110,8 +108,8 @@ def make_plan(
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):
-        if isinstance(optimizer, BlockRule):
-            tried(lambda: check_move(optimizer, learner, found))
+        if hasattr(optimizer, "move"):
+            tried(lambda: check_move(materialized(optimizer), learner.init.items(), found))
         views = tried(lambda: views_of(task, dim, optimizer.mini_batch_size))
         if views is None:
             views = Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
@@ -133,10 +131,6 @@ def tried(ask: Callable[[], T]) -> T | None:
             raise
         except Exception:  # a part of one's own may need more than a token
             return None
-
-
-class WrongReturn(MetaTTTError):
-    """A method of a part returns something else than its contract says."""
 
 
 def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...]]) -> Any:
@@ -169,33 +163,10 @@ def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> 
     for name, gate in zip(found._fields, found, strict=True):
         if not isinstance(gate, Tensor | None):
             raise WrongReturn(
-                f"{type(rule).__name__}.gates returns {name}={gate}: a gate is a tensor, [B, H, T] or with axes of length "
-                "1, or None"
+                f"{type(rule).__name__}.gates returns {name}={gate}: a gate is None or a tensor, [B, H, T] or with axes "
+                "of length 1"
             )
     return rule.prepare(Views(k, k, k), found, x, state, ctx)[1] if isinstance(found, Gates) else found
-
-
-def check_move(rule: BlockRule, learner: Learner, gates: Gates) -> None:
-    """Asks a rule for one step on gradients of 0.
-
-    Raises:
-        WrongReturn: `move` does not return the slots that it keeps, with all weights in the shapes that they had.
-    """
-    rule = materialized(rule)
-    begun = rule.begin(at_start(rule.slots, learner.init.items(), 1, torch.float32))
-    memory = {slot: zeros(slot, begun["commit"]) for slot in ("update", *rule.own_slots)} | begun
-    pooled = (None if gate is None else gate.mean(-1) for gate in (gates.alpha, gates.beta))
-    moved = rule.move(memory, *pooled)
-    shapes = {name: tuple(weight.shape) for name, weight in memory["commit"].items()}
-    for slot in ("commit", *rule.own_slots):
-        held = moved.get(slot) if isinstance(moved, Mapping) else None
-        if not isinstance(held, Mapping) or not fits(slot, held, shapes):
-            what = {name: list(x.shape) for name, x in held.items()} if isinstance(held, Mapping) else held
-            raise WrongReturn(
-                f"{type(rule).__name__}.move returns {slot} {what}: it must return "
-                f"{' and '.join(('commit', *rule.own_slots))}, each with all weights, "
-                f"{ {name: list(shape) for name, shape in shapes.items()} }"
-            )
 
 
 def _token(part: nn.Module, dim: int) -> tuple[Tensor, Tensors]:

@@ -192,7 +192,7 @@ def each(blocks: Sequence[Block]) -> list[Block]:
 def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
     """Blocks of `length` tokens at the same phase in all sequences, and the phase after them.
 
-    No list here is as long as the sequence: `torch.compile` makes one graph for all lengths that are whole mini-batches.
+    No list here is as long as the sequence: `torch.compile` makes one graph for all lengths of whole mini-batches.
     """
     blocks = []
     if phase != 0 and length > 0:
@@ -203,8 +203,9 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
     whole = length // block
     rest = length - whole * block
     if rest > 0:
-        whole = len(range(whole))  # a number, where a compiler leaves the length open: torch 2.14 takes strides of pieces
-        rest = len(range(rest))  # of the first example for those of all lengths
+        # numbers, where a compiler leaves the length open: torch 2.14 takes the strides of the first example's pieces
+        # for those of all lengths
+        whole, rest = len(range(whole)), len(range(rest))
     if whole > 0:
         blocks.append(Block(block, 0, True, block, times=whole))
     if rest > 0:

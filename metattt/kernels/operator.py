@@ -198,7 +198,8 @@ def state_size(weights: Sequence[Tensor]) -> int:
 
 # -- operators ---------------------------------------------------------------------------------------------------------
 
-ANY_STRIDES = (torch.Tag.flexible_layout,)  # else Inductor asks for the strides of its first example, and each T compiles
+ANY_STRIDES = (torch.Tag.flexible_layout,)
+"""Without it Inductor asks for the strides of its first example, and compiles every length anew."""
 
 
 def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from metattt.errors import MetaTTTError
+from metattt.memory import at_start, fits, zeros
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import WHOLE_CALL
 
@@ -96,3 +103,29 @@ def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
         raise MetaTTTError(
             f"{kind} gives beta, and gave none when the layer was built: set has_momentum = True on the class"
         )
+
+
+class WrongReturn(MetaTTTError):
+    """A method of a part returns something else than its contract says."""
+
+
+def check_move(rule: Any, init: Iterable[tuple[str, Tensor]], gates: Gates) -> None:
+    """Asks a `BlockRule` for one step on gradients of 0, from the weights `init` `[H, *shape]`.
+
+    Raises:
+        WrongReturn: `move` does not return the slots that it keeps, with all weights in the shapes that they had.
+    """
+    begun = rule.begin(at_start(rule.slots, init, 1, torch.float32))
+    memory = {slot: zeros(slot, begun["commit"]) for slot in ("update", *rule.own_slots)} | begun
+    pooled = (None if gate is None else gate.mean(-1) for gate in (gates.alpha, gates.beta))
+    moved = rule.move(memory, *pooled)
+    shapes = {name: tuple(weight.shape) for name, weight in memory["commit"].items()}
+    for slot in ("commit", *rule.own_slots):
+        held = moved.get(slot) if isinstance(moved, Mapping) else None
+        if not isinstance(held, dict) or not fits(slot, held, shapes):
+            what = {name: list(x.shape) for name, x in held.items()} if isinstance(held, dict) else held
+            raise WrongReturn(
+                f"{type(rule).__name__}.move returns {slot} {what}: it must return "
+                f"{' and '.join(('commit', *rule.own_slots))}, each with all weights, "
+                f"{ {name: list(shape) for name, shape in shapes.items()} }"
+            )

@@ -32,8 +32,8 @@ class PartTuning(OuterLoop):
         other = {name for name, one in self.named_parameters() if one.requires_grad} ^ state_dict.keys()
         if other:
             raise MetaTTTError(
-                f"the checkpoint is of other trained parameters ({len(other)}, {min(other)} among them): attach the same "
-                "layers, with the same parameters trained, or start in another folder"
+                f"the checkpoint is of other trained parameters ({len(other)}, {min(other)} among them): attach the "
+                "same layers, with the same parameters trained, or start in another folder"
             )
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 

@@ -377,7 +377,7 @@ class Viewless(Reconstruction):
     ("part", "rule", "told"),
     [
         (task, Stateless, r"Stateless\.gates returns a Gates: it must return \(Gates, state\)"),
-        (task, Number, r"Number\.gates returns eta=0\.1: a gate is a tensor"),
+        (task, Number, r"Number\.gates returns eta=0\.1: a gate is None or a tensor"),
         (Viewless, GradientDescent, r"Viewless\.views returns a Views: it must return \(Views, state\)"),
     ],
 )
