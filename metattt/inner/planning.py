@@ -163,8 +163,8 @@ def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> 
     for name, gate in zip(found._fields, found, strict=True):
         if not isinstance(gate, Tensor | None):
             raise WrongReturn(
-                f"{type(rule).__name__}.gates returns {name}={gate}: a gate is None or a tensor, [B, H, T] or with axes "
-                "of length 1"
+                f"{type(rule).__name__}.gates returns {name}={gate}: a gate is None or a tensor, [B, H, T] or with "
+                "axes of length 1"
             )
     return rule.prepare(Views(k, k, k), found, x, state, ctx)[1] if isinstance(found, Gates) else found
 
