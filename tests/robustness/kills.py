@@ -104,8 +104,9 @@ class Life:
         return folder.is_dir() and any("." in name for name in os.listdir(folder))
 
     def printed(self) -> str:
-        """What its processes have printed."""
-        return "".join(file.read_text() for process in self.processes for file in (process.out, process.err))
+        """What its processes have printed; one that was killed at once may have no files yet."""
+        files = (file for process in self.processes for file in (process.out, process.err))
+        return "".join(file.read_text() for file in files if file.exists())
 
 
 def campaign(folder: Path, kinds: Sequence[str], kills: int, others: int, seed: int = 0) -> Iterator[Case]:
