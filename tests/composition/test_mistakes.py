@@ -105,6 +105,7 @@ MESSAGES = {  # what is typed, and what the message says
         "model.dim=32": "dim=<value> sets it for the model and its layers",
         "layer.learner=mlp": "learner=<name> chooses it",
         "trainer.logger=false": "~logger leaves it out",
+        "recipe=nobody": "recipe=nobody is not allowed: it must be 125m, 1b, 350m, 760m",
         "preset=tiny model=vision_transformer": "sets `model.num_layers`, but the chosen model has no `num_layers`.\nLeave out preset=tiny",
         "~model.vocab_size": "cannot be removed",
         "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
