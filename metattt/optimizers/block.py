@@ -105,7 +105,13 @@ class BlockRule(StepSize):
         alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
-        return kept | self.move(memory | begun, alpha, beta)
+        moved = self.move(memory | begun, alpha, beta)
+        if not {"commit", *self.own_slots} <= moved.keys():  # a slot that is left out only now and then would be zero
+            raise MetaTTTError(
+                f"{type(self).__name__}.move returns {list(moved)}: it must return {['commit', *self.own_slots]}, each "
+                "with a tensor for every weight"
+            )
+        return kept | moved
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
         if gates.alpha is None and gates.beta is None:

@@ -324,6 +324,20 @@ class OneNumber(Learner):
         return w.linear(x, "w")
 
 
+class Fitful(Forgetful):
+    """It forgets in a later mini-batch, which building does not see."""
+
+    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
+        moved = {"commit": memory["commit"], "squares": {name: x + 1 for name, x in memory["squares"].items()}}
+        return moved if float(memory["squares"]["w1"].max()) == 0 else {"commit": memory["commit"]}
+
+
+def test_a_slot_that_is_left_out_later_is_told() -> None:
+    layer = TTTLayer(8, 2, task(), Linear(), Fitful(4))
+    with pytest.raises(MetaTTTError, match=r"Fitful\.move returns \['commit'\]: it must return \['commit', 'squares'\]"):
+        layer(torch.randn(1, 12, 8))
+
+
 class Listed(OneNumber):
     def weights(self, d_in: int, d_out: int) -> Any:
         return [Weight((d_in, d_out))]
