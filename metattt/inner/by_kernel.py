@@ -13,8 +13,8 @@ from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups, plainly
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
-from metattt.inner.tokens import Block, MiniBatches, Tokens, each
-from metattt.memory import Memory
+from metattt.inner.tokens import Block, MiniBatches, Tokens, consecutive, each
+from metattt.memory import Memory, choose
 from metattt.modules import transformed
 from metattt.state import Tensors
 
@@ -35,6 +35,8 @@ def scan(
         padded: some columns are unfilled.
         donate_state: the weights of `memory` may be written over.
     """
+    if loop.rule.anchor == "online":
+        return online(loop, tokens, memory, blocks)
     size, tau, decoding = loop.rule.mini_batch_size, loop.rule.token_steps(), not torch.is_grad_enabled()
     sums = "update" in loop.plan.slots  # without token steps a rule carries W_t of an open mini-batch, not M
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
@@ -48,9 +50,7 @@ def scan(
         if whole and set(memory) == {"commit"}:
             kernel = kernel_of(loop.plan, given)
             if kernel is not None:
-                with torch.autocast(part.views.k.device.type, enabled=False):
-                    y, weights = kernel.scan(given, partial(_reference, loop))
-                memory = {"commit": weights}
+                y, memory = _scan(kernel, loop, given, "commit")
         elif decoding and sums and _open(run[0], padded):
             kernel = decoder_of(loop.plan, given)
             if kernel is not None:
@@ -63,6 +63,38 @@ def scan(
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
 
+def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]) -> tuple[Tensor, Memory]:
+    """`scan` of a rule that knows no mini-batches: all tokens of a document are one call of a kernel."""
+    rule, runs, outputs = loop.rule, list[list[Block]](), list[Tensor]()
+    for block in blocks:
+        if not runs or block.restart is not None:
+            runs.append([])
+        runs[-1].append(block)
+    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.columns for block in run]) for run in runs])
+    for run, part in zip(runs, parts, strict=True):
+        begins, slow = run[0].restart, dict(loop.learner.slow.items())
+        if begins is not None:
+            memory = choose(begins, loop.start(len(begins), part.gates.eta.dtype), memory, memory)
+            run[0] = run[0]._replace(restart=None)
+        given = MiniBatches(
+            part, memory["weights"], slow, None, 1, loop.matmul_dtype, loop.group_size,
+            rule.read == "exclusive", rule.gradient_at == "decayed",
+        )  # fmt: skip
+        kernel = kernel_of(loop.plan, given)
+        if kernel is None:
+            y, memory = in_groups(loop, part, memory, run, True)  # type: ignore[assignment]
+        else:
+            y, memory = _scan(kernel, loop, given, "weights")
+        outputs.append(y)
+    return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
+
+
+def _scan(kernel: Kernel, loop: Parts, given: MiniBatches, slot: str) -> tuple[Tensor, Memory]:
+    with torch.autocast(given.tokens.views.k.device.type, enabled=False):
+        y, weights = kernel.scan(given, partial(_reference, loop, slot))
+    return y, {slot: weights}
+
+
 def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
     """The first kernel that accepts these whole mini-batches.
 
@@ -70,9 +102,7 @@ def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
         MetaTTTError: no kernel does, and `layer.form=fused` is set.
     """
     device, reasons = given.tokens.views.k.device.type, []
-    if given.tokens.generalised:
-        reasons = ["kernels know no erase views, no several pairs a token and no labels of another shape than keys"]
-    elif transformed() and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
+    if transformed() and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
         reasons = ["kernels do not run inside torch.func transforms"]
     elif torch.compiler._is_exporting_flag:  # not is_exporting(): under torch.compile, torch 2.11 takes it for true
         reasons = ["not under torch.export, so that the program loads where MetaTTT is not installed"]
@@ -80,6 +110,8 @@ def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
         for kernel in plan.kernels:
             if kernel.device != device:
                 reason: str | None = f"for {kernel.device}"
+            elif given.tokens.generalised and kernel.anchor != "online":
+                reason = "it knows no erase views, no several pairs a token and no labels of another shape than keys"
             elif torch.compiler.is_compiling() and not kernel.traceable:
                 reason = "not under torch.compile"
             else:
@@ -124,13 +156,13 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
     return (k.device, tau, given.matmul_dtype, given.size, k.shape[-1], v.shape[-1], *types, *gates)
 
 
-def _reference(loop: Parts, given: MiniBatches) -> tuple[Tensor, Tensors]:
-    """The reference of a kernel: the same mini-batches by the dual form."""
-    blocks = [Block(given.size, 0, True, given.size, times=given.tokens.views.k.shape[2] // given.size)]
+def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tensors]:
+    """The reference of a kernel: the same tokens by the forms."""
+    blocks, _ = consecutive(given.tokens.q.shape[2], 0, loop.plan.block)
     rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
-    y, memory = plainly(loop._replace(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
+    y, memory = plainly(loop._replace(rule=rule), given.tokens, {slot: given.weights}, blocks, True, given.slow)
     assert y is not None
-    return y, memory["commit"]
+    return y, memory[slot]
 
 
 def _open(block: Block, padded: bool) -> bool:

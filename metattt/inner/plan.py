@@ -24,6 +24,7 @@ class Kernel(Protocol):
 
     name: str
     device: str
+    anchor: str
     traceable: bool
 
     def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None: ...

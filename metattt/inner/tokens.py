@@ -238,6 +238,8 @@ class MiniBatches(NamedTuple):
         matmul_dtype: type to which matmul operands are rounded.
         group_size: mini-batches whose weights are recomputed together in the backward pass; None leaves it to the
             kernel.
+        exclusive, decayed: of an online rule, for which b = 1: queries read before their token; gradients are taken at
+            decayed weights.
     """
 
     tokens: Tokens
@@ -247,6 +249,8 @@ class MiniBatches(NamedTuple):
     size: int
     matmul_dtype: torch.dtype
     group_size: int | None
+    exclusive: bool = False
+    decayed: bool = False
 
 
 Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]

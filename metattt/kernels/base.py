@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 
 import torch
@@ -37,6 +37,7 @@ class Kernel(ABC):
 
     name: str  #: as messages show it: `<folder>.<implementation>`
     device: str  #: `cpu` or `cuda`
+    anchor = "minibatch"  #: of the rules it computes; with `online`, tokens may have erase views and several pairs
     traceable = False  #: whether `torch.compile` sees an operator of `torch.library` with a derivative in it
 
     @abstractmethod
@@ -185,9 +186,11 @@ RULE = (
 object."""
 
 
-def linear_rule(optimizer: InnerOptimizer) -> str | None:
-    """Why an optimizer is not a linear rule that begins anew with every mini-batch, or None if it is: common to all
-    kernels."""
+def linear_rule(
+    optimizer: InnerOptimizer, anchor: str = "minibatch", reads: Collection[str] = ("inclusive",)
+) -> str | None:
+    """Why an optimizer is not a linear rule that begins anew with every mini-batch (with the anchor `online`, with
+    every token), or None if it is: common to all kernels."""
     changed = [
         name
         for name in RULE
@@ -195,8 +198,8 @@ def linear_rule(optimizer: InnerOptimizer) -> str | None:
     ]
     for wrong, reason in (
         (bool(changed), f"{type(optimizer).__name__} has its own {', '.join(changed)}"),
-        (optimizer.anchor != "minibatch", f"optimizer.anchor={optimizer.anchor}"),
-        (optimizer.read != "inclusive", f"optimizer.read={optimizer.read}"),
+        (optimizer.anchor != anchor, f"optimizer.anchor={optimizer.anchor}"),
+        (optimizer.read not in reads, f"optimizer.read={optimizer.read}"),
         (optimizer.steps != 1, f"optimizer.steps={optimizer.steps}"),
         (optimizer.max_norm is not None, "optimizer.max_norm clips"),
         (optimizer.has_momentum, "momentum is carried between mini-batches"),

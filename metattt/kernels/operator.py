@@ -154,11 +154,13 @@ def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tenso
 
 # -- the tensors of a call, and those that it makes --------------------------------------------------------------------
 
+SLOW = "norm_scale", "norm_bias"  #: slow weights that an operation may take, in order
+
 
 def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
     tokens = [x for x in given.tokens.tensors if x is not None]
-    slow = given.slow["norm_scale"], given.slow["norm_bias"]
+    slow = [given.slow[name] for name in SLOW if name in given.slow]
     return [*tokens, *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
 
 
@@ -167,7 +169,8 @@ def shell(given: MiniBatches) -> MiniBatches:
     nothing = torch.empty(0)
     tokens = given.tokens.map(lambda x: nothing)
     tau = None if given.tau is None else nothing
-    return given._replace(tokens=tokens, weights=dict.fromkeys(given.weights, nothing), slow={}, tau=tau)
+    empty = [dict.fromkeys(tensors, nothing) for tensors in (given.weights, given.slow)]
+    return given._replace(tokens=tokens, weights=empty[0], slow=empty[1], tau=tau)
 
 
 def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
@@ -175,7 +178,7 @@ def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
     rest = iter(tensors)
     tokens = given.tokens.map(lambda x: next(rest))
     tau = None if given.tau is None else next(rest)
-    slow = {"norm_scale": next(rest), "norm_bias": next(rest)}
+    slow = {name: next(rest) for name in SLOW if name in given.slow}
     return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
 
 

@@ -1,0 +1,151 @@
+"""Online rules of a linear map in C++ on the CPU: delta rules with decays by head or channel, erase views and several
+pairs a token, and linear attention with decays.
+
+Token after token with the weights in the cache, forward and backward: for heads of common widths the products of a
+chunk, its triangular system, and the tensors between them take longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.kernels.base import linear_rule
+from metattt.kernels.cpu.native import load
+from metattt.kernels.cpu.threads import divide
+from metattt.kernels.operator import Operation, Pass, Results, empty_like_tokens, flat
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.tasks.base import Task
+
+SOURCE = Path(__file__).with_name("native.cpp")
+CHUNK_BYTES = 1 << 19  # of weights that the backward pass stores at once: about what stays in the cache
+SMALLEST_SHARE = 512  # pairs that are worth a thread
+
+
+class NativeOnlineLinear(Operation):
+    """The squared loss: what was written for a key is erased."""
+
+    name = "online_linear.native"
+    device = "cpu"
+    anchor = "online"
+    traceable = False
+    erases = True
+
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+        if task.together:
+            return "several pairs meet the same weights"
+        return linear_rule(optimizer, "online", ("inclusive", "exclusive"))
+
+    @staticmethod
+    def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        (w,) = weights.values()
+        return x @ w
+
+    def reason_rejected(self, given: MiniBatches) -> str | None:
+        gates = given.tokens.gates
+        if gates.beta is not None or gates.weight_lr is not None:
+            return "a momentum gate, or a step size for every weight"
+        if given.matmul_dtype != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
+            return "numbers other than fp32"
+        return None if load(SOURCE, {}) else "no C++ compiler (see the debug log)"
+
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
+        """Pairs whose weights the backward pass stores."""
+        (w,) = given.weights.values()
+        return max(8, min(64, CHUNK_BYTES // (4 * w[0, 0].numel())))
+
+    def forward(self, call: Pass) -> Results:
+        (w,), tensors = call.given.weights.values(), prepared(call.given.tokens)
+        _check(tensors, w)
+        k, v, q = tensors[:3]
+        y = empty_like_tokens(q[..., :1].expand(*q.shape[:3], v.shape[3]))
+        after, kept = _empty(w), []
+        if call.keep:
+            kept = [w.new_empty(*w.shape[:2], -(-k.shape[2] // call.group), *w.shape[2:])]
+        self._run("forward", call, [*tensors, y, *[None] * 8], [w.contiguous(), after, *(kept or [None]), None, None])
+        return y, [after], kept
+
+    def backward(
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        (w,) = call.given.weights.values()
+        with torch.enable_grad():
+            given = call.given.tokens.map(lambda x: x.detach().requires_grad_())
+            made = prepared(given)
+        tensors = [None if x is None else x.detach() for x in made]
+        dy = torch.zeros_like(tensors[1][:, :, : tensors[2].shape[2]]) if dy is None else dy
+        found = [None if x is None else empty_like_tokens(x) if x.ndim == 4 else _empty(x) for x in tensors]
+        after, dstart = dweights[0], _empty(w)
+        after = None if after is None else after.contiguous()
+        self._run("backward", call, [*tensors, None, dy, *found], [None, None, kept[-1], after, dstart])
+        pairs = [(x, d) for x, d in zip(made, found, strict=True) if x is not None]
+        inputs = [x for x in given.tensors if x is not None]
+        return [*torch.autograd.grad([x for x, _ in pairs], inputs, [d for _, d in pairs]), dstart]
+
+    def _run(self, name: str, call: Pass, views: Sequence[Tensor | None], arrays: Sequence[Tensor | None]) -> None:
+        """Calls a function of the library, `Call` as 8-byte numbers: `views` in its order (strided), then `arrays`
+        (dense)."""
+        k, v, q, *_, a = (x for x in views[:7])
+        assert k is not None and v is not None and q is not None
+        views = [x if x is None or x.ndim == 3 or x.stride(3) == 1 else x.contiguous() for x in views]
+        batch, heads, count, rows = k.shape
+        sizes = heads, count, count // q.shape[2], rows, v.shape[3], call.group
+        flags = self.erases, call.given.decayed, call.given.exclusive, a is not None and a.ndim == 4
+        strided = [n for x in views for n in ((0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3]))]
+        dense = [0 if x is None else x.data_ptr() for x in arrays]
+        numbers = [*sizes, *flags, *strided, *dense]
+        packed, library, learners = struct.pack(f"={len(numbers)}q", *numbers), load(SOURCE, {}), batch * heads
+        function = getattr(library, name)
+
+        def run(first: int, last: int) -> int:
+            return function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
+
+        threads = min(torch.get_num_threads(), learners, max(1, learners * count // SMALLEST_SHARE))
+        if any([run(0, learners)] if threads == 1 else divide(run, learners, threads)):
+            raise MemoryError("no memory for the weights of a chunk of tokens")
+
+
+class NativeOnlineDot(NativeOnlineLinear):
+    """The dot product's loss: nothing is erased."""
+
+    name = "online_linear.native_dot"
+    erases = False
+
+    @staticmethod
+    def loss(prediction: Tensor, v: Tensor) -> Tensor:
+        return -(prediction * v).sum(-1)
+
+
+def prepared(tokens: Tokens) -> tuple[Tensor | None, ...]:
+    """k, v, q, p, b, η and the decays of tokens, as `naive.online_linear` takes them."""
+    views, gates = tokens.apart()
+    eta = gates.eta if gates.kappa is None else gates.eta * gates.kappa
+    return *views[:5], eta, gates.alpha if gates.decay is None else gates.decay.exp()
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _check(tensors: Sequence[Tensor | None], w: Tensor) -> None:
+    """Refuses tensors of other shapes than k and the weights imply: code that gets addresses would read past their
+    ends."""
+    k, v, q, *others = tensors
+    assert k is not None and v is not None and q is not None
+    learners, (rows, columns), count = k.shape[:2], w.shape[2:], k.shape[2]
+    shapes = ((count, rows), (count, columns), (q.shape[2], rows), (count, rows), (count, rows), (count,))
+    for x, shape in zip([*tensors[:6], w], (*shapes, (rows, columns)), strict=True):
+        if x is not None and x.shape != (*learners, *shape):
+            raise MetaTTTError(f"online_linear was given {list(x.shape)}: it takes {[*learners, *shape]}")
+    a = tensors[6]
+    if count % q.shape[2] or (a is not None and a.shape not in (k.shape, k.shape[:3])):
+        raise MetaTTTError(f"online_linear was given {count} pairs, and decays that are neither one nor {rows} a pair")
