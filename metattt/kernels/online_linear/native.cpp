@@ -166,9 +166,12 @@ struct Columns {
             Vector x[VL];
 #pragma GCC unroll 16
             for (int i = 0; i < VL; ++i) x[i] = load(lanes + (r + i) * VL);
-            Vector sums = totals(x);
-            const int64_t n = rows - r < VL ? rows - r : VL;
-            for (int64_t i = 0; i < n; ++i) to[r + i] = set ? sums[i] : to[r + i] + sums[i];
+            const Vector sums = totals(x);
+            if (r + VL <= rows) {
+                store(to + r, set ? sums : load(to + r) + sums);
+                continue;
+            }
+            for (int64_t i = 0; r + i < rows; ++i) to[r + i] = set ? sums[i] : to[r + i] + sums[i];
         }
     }
 

@@ -27,7 +27,7 @@ from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
 
 SOURCE = Path(__file__).with_name("native.cpp")
-CHUNK_BYTES = 1 << 19  # of weights that the backward pass stores at once: about what stays in the cache
+CHUNK_BYTES = 1 << 20  # of weights that the backward pass stores at once: about what stays in the cache
 SMALLEST_SHARE = 512  # pairs that are worth a thread
 
 
