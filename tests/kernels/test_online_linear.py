@@ -1,0 +1,146 @@
+"""Online rules of a linear map in C++ against the loop over tokens in float64, and as layers use them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.composition.compose import build
+from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.kernels.cpu.native import load
+from metattt.kernels.online_linear.naive import online_linear
+from metattt.kernels.online_linear.native import SOURCE, NativeOnlineDot, NativeOnlineLinear
+from metattt.optimizers.base import Gates
+from metattt.tasks.base import Views
+from metattt.testing.specimen import compare, distance, run
+
+pytestmark = pytest.mark.skipif(load(SOURCE, {}) is None, reason="no compiler")
+BOUND = 2e-5
+VIEWS = {"": (), "p": ("p",), "b": ("b",), "p and b": ("p", "b")}
+
+
+def inputs(decay: str, views: str, pairs: int, widths: tuple[int, int], length: int) -> dict[str, Tensor]:
+    """Tokens of 2 sequences and 3 heads; the decays hold a 0 and a 1."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = widths
+    shape = (2, length, 3, pairs) if pairs > 1 else (2, length, 3)
+
+    def random(*own: int) -> Tensor:
+        x = torch.randn(*shape, *own, generator=generator)
+        return x.transpose(1, 2)  # the strides that a layer's views have
+
+    found = {name: random(rows) / rows**0.5 for name in ("k", *VIEWS[views])} | {"v": random(columns)}
+    found["q"] = torch.randn(2, length, 3, rows, generator=generator).transpose(1, 2)
+    found["eta"] = random().sigmoid()
+    found["w"] = torch.randn(2, 3, rows, columns, generator=generator)
+    if decay != "none":
+        a = torch.rand(2, 3, length, *([rows] if decay == "channel" else []), generator=generator)
+        a[0, 1, length // 2], a[1, 2, length // 3] = (0.0 if decay == "head" else 1e-30), 1.0
+        found["a"] = a
+    return found
+
+
+def given_of(x: dict[str, Tensor], decayed: bool, exclusive: bool) -> MiniBatches:
+    channel = "a" in x and x["a"].ndim == 4
+    gates = Gates(x["eta"], alpha=None if channel else x.get("a"), decay=x["a"].log() if channel else None)
+    tokens = Tokens(Views(x["k"], x["v"], x["q"], x.get("p"), x.get("b")), gates)
+    return MiniBatches(tokens, {"w": x["w"]}, {}, None, 1, x["k"].dtype, None, exclusive, decayed)
+
+
+def results(x: dict[str, Tensor], erases: bool, decayed: bool, exclusive: bool, native: bool) -> dict[str, Tensor]:
+    """Outputs, final weights and all gradients, by the kernel or by the oracle."""
+    leaves = {name: (value if native else value.double()).detach().requires_grad_() for name, value in x.items()}
+    given = given_of(leaves, decayed, exclusive)
+    if native:
+        kernel = NativeOnlineLinear() if erases else NativeOnlineDot()
+        assert kernel.reason_rejected(given) is None
+        y, after = kernel.scan(given, lambda _: pytest.fail("the reference was taken"))
+        w = after["w"]
+    else:
+        (k, v, q, p, b, *_), gates = given.tokens.apart()
+        a = gates.alpha if gates.decay is None else gates.decay.exp()
+        options = {"erases": erases, "decayed": decayed, "exclusive": exclusive}
+        y, w = online_linear(k, v, q, gates.eta, leaves["w"], p=p, b=b if erases else None, a=a, **options)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in (y, w)]
+    gradients = torch.autograd.grad([y, w], list(leaves.values()), cotangents, allow_unused=True)
+    return {"y": y.detach(), "final w": w.detach()} | {
+        f"d{name}": torch.zeros_like(leaves[name]) if d is None else d
+        for name, d in zip(leaves, gradients, strict=True)
+    }
+
+
+def check(x: dict[str, Tensor], erases: bool, decayed: bool = False, exclusive: bool = False) -> None:
+    found = results(x, erases, decayed, exclusive, native=True)
+    expected = results(x, erases, decayed, exclusive, native=False)
+    for name, value in expected.items():
+        assert distance(found[name].double(), value) < BOUND, (name, found[name].shape)
+
+
+@pytest.mark.parametrize(("erases", "views"), [(True, views) for views in VIEWS] + [(False, "")])
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_equals_the_loop_over_tokens(decay: str, erases: bool, views: str) -> None:
+    for decayed, exclusive, pairs in itertools.product([False, True], [False, True], [1, 2]):
+        if decayed <= (decay != "none" and erases):
+            check(inputs(decay, views, pairs, (16, 16), 21), erases, decayed, exclusive)
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (5, 7), (64, 64), (33, 100), (16, 144), (128, 24)])
+def test_any_width(widths: tuple[int, int]) -> None:
+    for length in (1, 70):
+        check(inputs("head", "", 1, widths, length), True, True)
+        check(inputs("channel", "p and b", 1, widths, length), True, True)
+
+
+def test_threads() -> None:
+    x, before = inputs("head", "", 1, (16, 16), 700), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        check(x, True, True)
+    finally:
+        torch.set_num_threads(before)
+
+
+LAYERS = ["delta_net", "gated_delta_net", "comba", "kda", "gla", "rwkv7", "gated_delta_product", "hgrn2"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_split_padded_and_packed(name: str) -> None:
+    words = f"layer={name}", "dim=32", "num_heads=2"
+    torch.manual_seed(0)
+    fused = build(*words, "layer.form=fused")
+    dual = build(*words, "layer.form=dual")
+    dual.load_state_dict(fused.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 40, 32, generator=generator)
+    reset, mask = torch.rand(2, 40, generator=generator) < 0.1, torch.rand(2, 40, generator=generator) < 0.9
+    for cuts, flags in (([], {}), ([1, 17, 18], {}), ([], {"reset": reset}), ([9], {"mask": mask, "reset": reset})):
+        found, expected = (run(layer, x, cuts, grads=True, **flags) for layer in (fused, dual))
+        assert compare(found, expected) < 1e-4, (cuts, list(flags))
+
+
+def test_gradients_of_gradients_are_those_of_the_forms() -> None:
+    words = "layer=gated_delta_net", "dim=16", "num_heads=1"
+    torch.manual_seed(0)
+    fused, dual = build(*words, "layer.form=fused"), build(*words, "layer.form=dual")
+    dual.load_state_dict(fused.state_dict())
+    second = []
+    for layer in (fused, dual):
+        x = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        (first,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), [p for p in layer.parameters() if p.requires_grad], allow_unused=True))
+    for found, expected in zip(*second, strict=True):
+        assert (found is None) == (expected is None)
+        assert expected is None or distance(found, expected) < 1e-4
+
+
+def test_what_it_does_not_compute_is_left_to_the_forms() -> None:
+    for words in (["optimizer.momentum=per_head"], ["optimizer.anchor=minibatch", "optimizer.gradient_at=previous"]):
+        layer = build("layer=gated_delta_net", "dim=16", "num_heads=1", *words)
+        assert not layer.plan.kernels, words
+    assert build("layer=gated_delta_net", "dim=16", "num_heads=1").double().form == "fused"  # and float64 by the forms
+    y, _ = build("layer=gated_delta_net", "dim=16", "num_heads=1").double()(torch.zeros(1, 3, 16).double())
+    assert y.dtype == torch.float64
