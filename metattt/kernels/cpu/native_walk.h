@@ -1,24 +1,11 @@
 // The walk over groups of mini-batches, for a kernel that has defined State, Step, load_state, store_state, forward_step and
 // backward_step; and what Python calls. Included at the end of a kernel.
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "native_pages.h"
 
 extern "C" {
 
 int64_t state_size() { return sizeof(State) / sizeof(float); }
-
-// Asks for large pages for memory that has not been touched yet. It is only advice.
-void use_large_pages(char* data, int64_t size) {
-#if defined(MADV_HUGEPAGE)
-    constexpr int64_t page = int64_t(1) << 21;
-    const int64_t start = reinterpret_cast<int64_t>(data), first = (start + page - 1) / page * page, last = (start + size) / page * page;
-    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-    (void)data, (void)size;
-#endif
-}
 
 // Learners `first` to `last`: y and the weights after the sequence; the state at the start of each group if it is to be kept.
 int forward(const Call* call, int64_t first, int64_t last) try {

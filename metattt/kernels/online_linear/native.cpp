@@ -7,6 +7,7 @@
 //
 // The backward pass runs a chunk of pairs again from the weights that were kept at its start, and stores W before each of its pairs.
 
+#include "native_pages.h"
 #include "native_vector.h"
 
 struct Call {  // 8 bytes each, in the order of `NativeOnlineLinear._run`
@@ -31,7 +32,11 @@ struct At {
     float number(const View& view, int64_t t) const { return *view.at(batch, head, t); }
 };
 
-inline void fetch(float* to, const float* from, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+inline void fetch(float* to, const float* from, int64_t n) {  // for a row, memcpy costs as much as the row
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) store(to + i, load(from + i));
+    for (; i < n; ++i) to[i] = from[i];
+}
 
 // The rows of a pair, with zeros up to a multiple of VL.
 struct Pair {
@@ -69,9 +74,8 @@ enum Decay { NONE, HEAD, CHANNEL };
 
 // x W for rows x and NV vectors of columns. Two sums, since one would wait for itself.
 template <int NV>
-inline void times(const float* x, const float* w, int64_t rows, Vector (&sum)[NV]) {
-    Vector other[NV];
-    for (int v = 0; v < NV; ++v) sum[v] = other[v] = Vector{};
+inline void times(const float* x, const float* w, int64_t rows, Vector (&result)[NV]) {
+    Vector sum[NV] = {}, other[NV] = {};
     for (int64_t i = 0; i < rows; i += 2) {
         const Vector even = splat(x[i]), odd = splat(x[i + 1]);
 #pragma GCC unroll 4
@@ -80,14 +84,14 @@ inline void times(const float* x, const float* w, int64_t rows, Vector (&sum)[NV
             other[v] += odd * load(w + ((i + 1) * NV + v) * VL);
         }
     }
-    for (int v = 0; v < NV; ++v) sum[v] += other[v];
+    for (int v = 0; v < NV; ++v) result[v] = sum[v] + other[v];
 }
 
-// W after a pair, from W before it (may be the same), and y += q W of the weights after it.
+// W after a pair, from W before it (may be the same), and y = q W of the weights after it.
 template <int NV, Decay DECAY, bool OTHER, bool READ>
-inline void step(const Pair& x, const float* from, float* to, const Vector (&erased)[NV], const Vector (&written)[NV], Vector (&y)[NV]) {
-    Vector second[NV];
-    for (int v = 0; v < NV; ++v) second[v] = Vector{};
+inline void step(const Pair& x, const float* from, float* to, const Vector (&erase)[NV], const Vector (&write)[NV], Vector (&y)[NV]) {
+    Vector sum[NV] = {}, other[NV] = {}, erased[NV], written[NV];
+    for (int v = 0; v < NV; ++v) erased[v] = erase[v], written[v] = write[v];
     for (int64_t i = 0; i < x.rows; i += 2)
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; ++odd) {
@@ -100,10 +104,10 @@ inline void step(const Pair& x, const float* from, float* to, const Vector (&era
                 w += k * written[v];
                 if (OTHER) w -= b * erased[v];
                 store(to + (r * NV + v) * VL, w);
-                if (READ) (odd ? second : y)[v] += q * w;
+                if (READ) (odd ? other : sum)[v] += q * w;
             }
         }
-    for (int v = 0; READ && v < NV; ++v) y[v] += second[v];
+    for (int v = 0; READ && v < NV; ++v) y[v] = sum[v] + other[v];
 }
 
 template <int NV, Decay DECAY>
@@ -122,8 +126,6 @@ struct Columns {
             written[v] = x.eta * load(x.v + v * VL);
             if (!other) written[v] -= erased[v];
         }
-        if (read)
-            for (int v = 0; v < NV; ++v) y[v] = Vector{};
         if (other && read) step<NV, DECAY, true, true>(x, from, to, erased, written, y);
         else if (other) step<NV, DECAY, true, false>(x, from, to, erased, written, y);
         else if (read) step<NV, DECAY, false, true>(x, from, to, erased, written, y);
@@ -186,9 +188,10 @@ struct Columns {
 
     // dW takes what the read and the pair's update say of W after the pair: sums over rows, and lanes of dk, db, dq.
     template <bool OTHER, bool READ>
-    static inline void gather(const Pair& x, const float* after, float* dw, const Vector (&written)[NV], const Vector (&erased)[NV],
-                              const Vector (&dy)[NV], Vector (&along_k)[NV], Vector (&along_b)[NV], Lanes& lanes) {
-        for (int v = 0; v < NV; ++v) along_k[v] = along_b[v] = Vector{};
+    static inline void gather(const Pair& x, const float* after, float* dw, const Vector (&write)[NV], const Vector (&erase)[NV],
+                              const Vector (&dread)[NV], Vector (&to_written)[NV], Vector (&to_erased)[NV], Lanes& lanes) {
+        Vector along_k[NV] = {}, along_b[NV] = {}, written[NV], erased[NV], dy[NV];
+        for (int v = 0; v < NV; ++v) written[v] = write[v], erased[v] = erase[v], dy[v] = dread[v];
         for (int64_t r = 0; r < x.rows; ++r) {
             const Vector k = splat(x.k[r]), b = splat(x.b[r]), q = splat(x.q[r]);
             Vector to_k = {}, to_b = {}, to_q = {};
@@ -212,12 +215,14 @@ struct Columns {
             if (OTHER) store(lanes.b + r * VL, to_b);
             if (READ) store(lanes.q + r * VL, to_q);
         }
+        for (int v = 0; v < NV; ++v) to_written[v] = along_k[v], to_erased[v] = along_b[v];
     }
 
     // dW becomes the cotangent of W before the pair; lanes of dp', and of da by channel or in all.
     template <bool ERASES>
-    static inline Vector release(const Pair& x, const float* before, float* dw, const Vector (&df)[NV], Lanes& lanes) {
-        Vector all = {};
+    static inline Vector release(const Pair& x, const float* before, float* dw, const Vector (&given)[NV], Lanes& lanes) {
+        Vector all = {}, df[NV];
+        for (int v = 0; v < NV; ++v) df[v] = given[v];
         for (int64_t r = 0; r < x.rows; ++r) {
             const Vector p = splat(x.p[r]), a = splat(DECAY == CHANNEL ? x.a[r] : x.decay);
             Vector to_p = {}, to_a = {};

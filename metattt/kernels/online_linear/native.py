@@ -20,6 +20,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.base import linear_rule
 from metattt.kernels.cpu.native import load
+from metattt.kernels.cpu.native_scan import use_large_pages
 from metattt.kernels.cpu.threads import divide
 from metattt.kernels.operator import Operation, Pass, Results, empty_like_tokens, flat
 from metattt.learners.base import Learner
@@ -105,6 +106,7 @@ class NativeOnlineLinear(Operation):
         numbers = [*sizes, *flags, *strided, *dense]
         packed, library, learners = struct.pack(f"={len(numbers)}q", *numbers), load(SOURCE, {}), batch * heads
         function = getattr(library, name)
+        use_large_pages(library, *(x for x in (*views[7:], *arrays[1:]) if x is not None))
 
         def run(first: int, last: int) -> int:
             return function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
