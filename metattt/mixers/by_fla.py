@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from metattt.modules import transformed
+from metattt.ops.foreign import Foreign, agrees
 
 log = logging.getLogger("metattt")
 
 DEVICES = ("cuda",)
 SHORTEST = 16  # tokens: below, a launch costs more than it saves
-AGREE = 0.03  # largest difference from `duality`, relative to its largest value: rounding of 16 bits, and no more
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -40,7 +39,9 @@ def scan_by_fla(
     key = (x.device, matmul_dtype, x.shape[-1], b.shape[-1])
     if key not in _AGREES:
         _AGREES[key] = _agrees(*key, reference)
-    return _Scan.apply(matmul_dtype, reference, x, log_decay, b, c, memory) if _AGREES[key] else None
+    if not _AGREES[key]:
+        return None
+    return Foreign.apply(partial(_run, matmul_dtype), reference, x, log_decay, b, c, memory)  # type: ignore[no-any-return]
 
 
 @cache
@@ -71,30 +72,6 @@ def _run(
     return y.to(x.dtype), h.mT.to(memory.dtype)
 
 
-class _Scan(torch.autograd.Function):
-    """fla's derivatives cannot be differentiated, without an error. If second derivatives are needed, the reference
-    computes the first ones, too."""
-
-    @staticmethod
-    def forward(ctx: Any, matmul_dtype: torch.dtype, reference: Scan, *given: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in given]
-        with torch.enable_grad():
-            y, h = _run(matmul_dtype, *inputs)
-        ctx.inputs, ctx.outputs, ctx.reference = inputs, (y, h), reference
-        ctx.save_for_backward(*given)
-        return y.detach(), h.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *found: Tensor) -> tuple[Tensor | None, ...]:
-        given, again = ctx.saved_tensors, torch.is_grad_enabled()
-        inputs, outputs = (given, ctx.reference(*given)) if again else (ctx.inputs, ctx.outputs)
-        wanted = [x for x in inputs if x.requires_grad]
-        slopes = iter(
-            torch.autograd.grad(outputs, wanted, found, retain_graph=True, create_graph=again, allow_unused=True)
-        )
-        return None, None, *(next(slopes) if x.requires_grad else None for x in inputs)
-
-
 def _agrees(device: torch.device, matmul_dtype: torch.dtype, width: int, states: int, reference: Scan) -> bool:
     """Whether outputs, the last memory and every gradient are those of the reference, on a few random tokens."""
     draw = torch.Generator().manual_seed(0)
@@ -104,22 +81,4 @@ def _agrees(device: torch.device, matmul_dtype: torch.dtype, width: int, states:
 
     given = [random(1, 80, 4, width), -random(1, 80, 4).abs(), random(1, 80, 2, states), random(1, 80, 2, states)]
     given += [random(1, 4, width, states)]
-    weights = [random(1, 80, 4, width), random(1, 4, width, states)]
-
-    def all_of(scan: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
-        inputs = [x.detach().requires_grad_() for x in given]
-        with torch.enable_grad():
-            y, h = scan(*inputs)
-            total = (y.float() * weights[0]).sum() + (h.float() * weights[1]).sum()
-            return [y.detach(), h.detach(), *torch.autograd.grad(total, inputs)]
-
-    try:
-        pairs = zip(all_of(partial(_Scan.apply, matmul_dtype, reference)), all_of(reference), strict=True)
-        worst = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-        log.debug(
-            "flash-linear-attention's simple_gla on %s in %s: within %.1e of duality", device, matmul_dtype, worst
-        )
-        return worst <= AGREE
-    except Exception as error:  # whatever another library raises for this device and these widths
-        log.debug("flash-linear-attention's simple_gla does not run on %s in %s: %s", device, matmul_dtype, error)
-        return False
+    return agrees(f"simple_gla in {matmul_dtype}", partial(_run, matmul_dtype), reference, given)

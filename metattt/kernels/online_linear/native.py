@@ -9,47 +9,31 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.base import linear_rule
+from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_scan import use_large_pages
 from metattt.kernels.cpu.threads import divide
 from metattt.kernels.operator import Operation, Pass, Results, empty_like_tokens, flat
-from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
+from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, prepared
 
 SOURCE = Path(__file__).with_name("native.cpp")
-CHUNK_BYTES = 1 << 20  # of weights that the backward pass stores at once: about what stays in the cache
+CHUNK_BYTES = 1 << 19  # of weights that the backward pass stores at once: about what stays in the cache
 SMALLEST_SHARE = 512  # pairs that are worth a thread
 
 
-class NativeOnlineLinear(Operation):
-    """The squared loss: what was written for a key is erased."""
+class NativeOnlineLinear(OnlineLinear, Operation):
+    """Of the squared loss."""
 
     name = "online_linear.native"
     device = "cpu"
-    anchor = "online"
     traceable = False
-    erases = True
-
-    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        if task.together:
-            return "several pairs meet the same weights"
-        return linear_rule(optimizer, "online", ("inclusive", "exclusive"))
-
-    @staticmethod
-    def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        (w,) = weights.values()
-        return x @ w
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         gates = given.tokens.gates
@@ -116,22 +100,10 @@ class NativeOnlineLinear(Operation):
             raise MemoryError("no memory for the weights of a chunk of tokens")
 
 
-class NativeOnlineDot(NativeOnlineLinear):
-    """The dot product's loss: nothing is erased."""
+class NativeOnlineDot(OnlineDot, NativeOnlineLinear):
+    """Of the dot product's loss."""
 
     name = "online_linear.native_dot"
-    erases = False
-
-    @staticmethod
-    def loss(prediction: Tensor, v: Tensor) -> Tensor:
-        return -(prediction * v).sum(-1)
-
-
-def prepared(tokens: Tokens) -> tuple[Tensor | None, ...]:
-    """k, v, q, p, b, η and the decays of tokens, as `naive.online_linear` takes them."""
-    views, gates = tokens.apart()
-    eta = gates.eta if gates.kappa is None else gates.eta * gates.kappa
-    return *views[:5], eta, gates.alpha if gates.decay is None else gates.decay.exp()
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -1,0 +1,173 @@
+"""Online rules of a linear map on a GPU by the kernels of flash-linear-attention, where it is installed.
+
+Each is compared with `naive.online_linear` on the device before it is used there, outputs and every gradient, once for
+every rule, type and width; where it is wrong, or raises an error, the solved form computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.inner.tokens import MiniBatches, Scan
+from metattt.kernels.online_linear.naive import online_linear
+from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, prepared
+from metattt.kernels.operator import filled, flat, shell
+from metattt.ops.foreign import Foreign, agrees
+from metattt.state import Tensors
+
+log = logging.getLogger("metattt")
+
+SHORTEST = 16  # tokens: below, a launch costs more than it saves
+SMALLEST = 1e-30  # their decays are logarithms
+
+
+class Rule(NamedTuple):
+    """What decides which of their operations computes a rule: the loss, decays (`none`, `head`, `channel`), the views
+    at hand, and whether F is of the decayed weights."""
+
+    erases: bool
+    decay: str
+    erase_key: bool
+    erase_direction: bool
+    decayed: bool
+
+    @property
+    def operation(self) -> str:
+        """Module and name of their operation."""
+        if not self.erases:
+            return "gla.chunk_gla" if self.decay == "channel" else "simple_gla.chunk_simple_gla"
+        own = not (self.erase_key or self.erase_direction)
+        if own and self.decay == "none":
+            return "delta_rule.chunk_delta_rule"
+        if own and self.decayed:
+            return "kda.chunk_kda" if self.decay == "channel" else "gated_delta_rule.chunk_gated_delta_rule"
+        return "generalized_delta_rule.chunk_dplr_delta_rule"
+
+
+class FlaOnlineLinear(OnlineLinear):
+    """Of the squared loss."""
+
+    name = "online_linear.fla"
+    device = "cuda"
+
+    def reason_rejected(self, given: MiniBatches) -> str | None:
+        tokens, gates = given.tokens, given.tokens.gates
+        if gates.beta is not None or gates.weight_lr is not None or given.exclusive:
+            return "a momentum gate, a step size for every weight, or an exclusive read"
+        if given.matmul_dtype not in (torch.bfloat16, torch.float16):
+            return "products of fp32, which they round to TF32"
+        if tokens.q.shape[2] < SHORTEST:
+            return f"fewer than {SHORTEST} tokens"
+        rule = self.rule(given)
+        key = (rule, tokens.k.device, given.matmul_dtype, tokens.k.shape[-1], tokens.v.shape[-1])
+        return None if _agrees(*key) else f"flash-linear-attention has no {rule.operation} that agrees here"
+
+    def rule(self, given: MiniBatches) -> Rule:
+        """What decides which of their operations is taken."""
+        views, gates = given.tokens.views, given.tokens.gates
+        decay = "channel" if gates.decay is not None else "none" if gates.alpha is None else "head"
+        p, b = views.erase_key is not None, views.erase_direction is not None
+        return Rule(self.erases, decay, p, b, given.decayed)
+
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+        rule, empty = self.rule(given), shell(given)
+        ((name, _),) = given.weights.items()
+
+        def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+            tokens, weights = filled(empty, tensors)[:2]
+            return run_rule(rule, given.matmul_dtype, *prepared(tokens), weights[name])
+
+        def again(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+            y, after = reference(filled(empty, tensors))
+            return y, after[name]
+
+        y, after = Foreign.apply(run, again, *flat(given))
+        return y, {name: after}
+
+
+class FlaOnlineDot(OnlineDot, FlaOnlineLinear):
+    """Of the dot product's loss."""
+
+    name = "online_linear.fla_dot"
+
+
+@cache
+def operation(name: str) -> Callable[..., Any] | None:
+    """One of their operations, or None where it cannot be imported."""
+    module, _, function = name.partition(".")
+    try:
+        return getattr(importlib.import_module(f"fla.ops.{module}"), function)  # type: ignore[no-any-return]
+    except Exception as error:  # a broken optional dependency must not stop the run
+        log.debug("online rules without flash-linear-attention's %s: %s", name, error)
+        return None
+
+
+def run_rule(
+    rule: Rule, dtype: torch.dtype, k: Tensor, v: Tensor, q: Tensor, p: Tensor | None, b: Tensor | None, eta: Tensor,
+    a: Tensor | None, w: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`naive.online_linear` by their operation, in their layout `[B, T, H, d]`, with views of 16 bits."""
+    call, pairs = operation(rule.operation), k.shape[2] // q.shape[2]
+    assert call is not None
+    q = q.repeat_interleave(pairs, 2)
+    logs = None if a is None else a.clamp(min=SMALLEST).log()
+    step = eta.unsqueeze(-1)
+    given: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
+    if not rule.erases:
+        given |= {"v": step * v, "g": logs}
+    elif "dplr" in rule.operation:
+        asked = k if p is None else p
+        if a is not None and rule.decay == "head":
+            a, logs = (x.unsqueeze(-1).expand_as(k) for x in (a, logs))  # type: ignore[union-attr]
+        asked = asked if a is None or not rule.decayed else asked * a
+        given |= {"k": step * k, "a": asked, "b": -step * (k if b is None else b)}
+        given |= {"gk": torch.zeros_like(k, dtype=torch.float32) if logs is None else logs}
+    else:
+        given |= {"beta": eta} if logs is None else {"beta": eta, "g": logs}
+    wide = ("g", "gk", "beta")
+    there = {
+        name: x.transpose(1, 2).to(torch.float32 if name in wide else dtype).contiguous()
+        for name, x in given.items()
+        if x is not None
+    }
+    y, after = call(**there, scale=1.0, initial_state=w.float(), output_final_state=True)
+    return y.transpose(1, 2)[:, :, pairs - 1 :: pairs].to(eta.dtype), after.to(w.dtype)
+
+
+@cache
+def _agrees(rule: Rule, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
+    """On 80 random tokens of 2 heads."""
+    if operation(rule.operation) is None:
+        return False
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*own: int) -> Tensor:
+        return torch.randn(1, 2, 80, *own, generator=draw).to(dtype).float().to(device)
+
+    def unit() -> Tensor:
+        return torch.nn.functional.normalize(random(rows), dim=-1)
+
+    given = {"k": unit(), "v": random(columns), "q": unit(), "eta": random().sigmoid()}
+    given |= {"p": unit()} if rule.erase_key else {}
+    given |= {"b": unit()} if rule.erase_direction else {}
+    if rule.decay != "none":
+        given["a"] = torch.sigmoid((random(rows) if rule.decay == "channel" else random()) + 3)
+    given["w"] = torch.randn(1, 2, rows, columns, generator=draw).to(device) / rows**0.5
+    names = list(given)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        x = dict(zip(names, tensors, strict=True))
+        return run_rule(rule, dtype, *(x.get(name) for name in ("k", "v", "q", "p", "b", "eta", "a", "w")))  # type: ignore[arg-type]
+
+    def ours(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return online_linear(**dict(zip(names, tensors, strict=True)), erases=rule.erases, decayed=rule.decayed)
+
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return agrees(f"{rule.operation} in {dtype}", run, ours, list(given.values()))

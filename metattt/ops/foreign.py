@@ -1,0 +1,67 @@
+"""Operations of another library: differentiable more than once, and compared with ours before they are used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("metattt")
+
+AGREE = 0.03  # largest difference from the reference, relative to its largest value: rounding of 16 bits, and no more
+
+Function = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Foreign(torch.autograd.Function):
+    """`Foreign.apply(run, reference, *tensors)`: `run(*tensors)`, whose derivatives cannot be differentiated, and would
+    not say so. If second derivatives are needed, the reference computes the first ones, too."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Function, reference: Function, *given: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in given]
+        with torch.enable_grad():
+            y, h = run(*inputs)
+        ctx.inputs, ctx.outputs, ctx.reference = inputs, (y, h), reference
+        ctx.save_for_backward(*given)
+        return y.detach(), h.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *found: Tensor) -> tuple[Tensor | None, ...]:
+        given, again = ctx.saved_tensors, torch.is_grad_enabled()
+        inputs, outputs = (given, ctx.reference(*given)) if again else (ctx.inputs, ctx.outputs)
+        wanted = [x for x in inputs if x.requires_grad]
+        slopes = iter(
+            torch.autograd.grad(outputs, wanted, found, retain_graph=True, create_graph=again, allow_unused=True)
+        )
+        return None, None, *(next(slopes) if x.requires_grad else None for x in inputs)
+
+
+def agrees(name: str, run: Function, reference: Function, given: Sequence[Tensor]) -> bool:
+    """Whether both outputs and every gradient of `run` are those of the reference; `name` and the device go to the
+    debug log."""
+    draw, device = torch.Generator().manual_seed(1), given[0].device
+
+    def all_of(function: Function) -> list[Tensor]:
+        inputs = [x.detach().requires_grad_() for x in given]
+        with torch.enable_grad():
+            outputs = function(*inputs)
+            total = sum((x.float() * weight).sum() for x, weight in zip(outputs, weights(outputs), strict=True))
+            return [*(x.detach() for x in outputs), *torch.autograd.grad(total, inputs)]  # type: ignore[arg-type]
+
+    def weights(outputs: Sequence[Tensor]) -> list[Tensor]:
+        draw.manual_seed(1)
+        return [torch.randn(x.shape, generator=draw).to(device) for x in outputs]
+
+    try:
+        pairs = zip(all_of(partial(Foreign.apply, run, reference)), all_of(reference), strict=True)
+        off = [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
+        log.debug("flash-linear-attention's %s on %s: within %.1e of ours", name, device, max(off))
+        return all(x <= AGREE for x in off)  # (NaN is not)
+    except Exception as error:  # whatever another library raises for this device and these widths
+        log.debug("flash-linear-attention's %s does not run on %s: %s", name, device, error)
+        return False

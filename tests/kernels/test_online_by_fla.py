@@ -1,0 +1,96 @@
+"""Online rules by flash-linear-attention: which of its operations computes which rule, with loops of their equations in
+the place of its kernels, which need a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.composition.compose import build
+from metattt.kernels.online_linear import by_fla
+from metattt.kernels.online_linear.by_fla import FlaOnlineDot, FlaOnlineLinear, Rule
+from metattt.testing.specimen import compare, run
+
+CPU = torch.device("cpu")
+RULES = [
+    Rule(*flags)
+    for flags in itertools.product([True, False], ["none", "head", "channel"], *[[False, True]] * 3)
+    if (flags[0] or not any(flags[2:])) and (flags[1] != "none" or not flags[4])
+]
+
+
+def loop(kind: str, wrong: float = 0.0) -> Any:
+    """Their operation by its equation, `S ← e^g S + …` on `[B, T, H, d]`; `wrong`: an error in its output."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *, scale: float, initial_state: Tensor, output_final_state: bool, **x: Any) -> Any:
+        assert scale == 1.0 and output_final_state and initial_state.dtype == torch.float32
+        s, outputs = initial_state, []
+        given = {name: value.float() for name, value in {"q": q, "k": k, "v": v, **x}.items()}
+        for t in range(q.shape[1]):
+            at = {name: value[:, t] for name, value in given.items()}
+            log_decay = at.get("gk", at.get("g"))
+            kept = s if log_decay is None else s * log_decay.reshape(*s.shape[:2], -1, 1).exp()
+            new = at["v"].unsqueeze(2)
+            if kind == "dplr":
+                kept = kept + at["b"].unsqueeze(3) * (at["a"].unsqueeze(2) @ s)
+            elif kind == "delta":
+                new = at["beta"][..., None, None] * (new - at["k"].unsqueeze(2) @ kept)
+            s = kept + at["k"].unsqueeze(3) * new
+            outputs.append((at["q"].unsqueeze(2) @ s).squeeze(2))
+        return torch.stack(outputs, 1).to(q.dtype) * (1 + wrong), s
+
+    return call
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, wrong: float = 0.0) -> list[str]:
+    """Loops in the place of all operations; the names that are asked for."""
+    asked: list[str] = []
+
+    def operation(name: str) -> Any:
+        asked.append(name)
+        return loop("dplr" if "dplr" in name else "dot" if "gla" in name else "delta", wrong)
+
+    monkeypatch.setattr(by_fla, "operation", operation)
+    by_fla._agrees.cache_clear()
+    return asked
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_rule_has_an_operation_that_computes_it(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = stand_in(monkeypatch)
+    assert by_fla._agrees(rule, CPU, torch.float32, 6, 5)
+    general = rule.erase_key or rule.erase_direction or (rule.decay != "none" and not rule.decayed)
+    assert ("dplr" in asked[0]) == (rule.erases and general)  # the most general one only where it is needed
+
+
+def test_one_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, wrong=0.1)
+    assert not by_fla._agrees(RULES[0], CPU, torch.float32, 6, 5)
+    stand_in(monkeypatch, wrong=float("nan"))
+    assert not by_fla._agrees(RULES[0], CPU, torch.float32, 6, 5)
+    by_fla._agrees.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "kda", "gla", "rwkv7", "gated_delta_product"])
+def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole layers in 16 bits, split, with gradients, and differentiated twice."""
+    asked = stand_in(monkeypatch)
+    for kernel in (FlaOnlineLinear, FlaOnlineDot):
+        monkeypatch.setattr(kernel, "device", "cpu")
+    words = f"layer={name}", "dim=32", "num_heads=2"
+    torch.manual_seed(0)
+    layer = build(*words).bfloat16()
+    x = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = run(layer, x, [20], grads=True)
+    assert asked, layer.plan.said
+    layer.plan.kernels = []
+    assert compare(found, run(layer, x, [20], grads=True)) < 0.05
+    layer = build(*words).bfloat16()
+    x = x.requires_grad_()
+    (first,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    assert torch.autograd.grad(first.float().square().sum(), x)[0].isfinite().all()
+    by_fla._agrees.cache_clear()
