@@ -134,7 +134,7 @@ class CausalConv(nn.Module):
                 y = (padded * weight[:, 0].T).sum(1, keepdim=True)
                 return y if self.bias is None else y + self.bias
             if exact and torch.is_grad_enabled() and not transformed():
-                return _Depthwise.apply(padded, weight, self.bias)  # type: ignore[no-any-return]
+                return _Depthwise.apply(padded, weight, self.bias)
             return _depthwise(padded, weight, self.bias)
         # Tap by tap: documents do not see each other. Inductor makes one loop of it, for all lengths; it compiles the
         # derivative of a convolution for every length again.

@@ -82,10 +82,10 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
         )  # fmt: skip
         kernel = kernel_of(loop.plan, given)
         if kernel is None:
-            y, memory = in_groups(loop, part, memory, run, True)  # type: ignore[assignment]
+            y, memory = in_groups(loop, part, memory, run, True)
         else:
             y, memory = _scan(kernel, loop, given, "weights")
-        outputs.append(y)
+        outputs.append(y)  # type: ignore[arg-type]
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
 

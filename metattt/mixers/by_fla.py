@@ -41,7 +41,7 @@ def scan_by_fla(
         _AGREES[key] = _agrees(*key, reference)
     if not _AGREES[key]:
         return None
-    return Foreign.apply(partial(_run, matmul_dtype), reference, x, log_decay, b, c, memory)  # type: ignore[no-any-return]
+    return Foreign.apply(partial(_run, matmul_dtype), reference, x, log_decay, b, c, memory)
 
 
 @cache

@@ -5,16 +5,23 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import test_drawn_compositions as drawing
 import torch
 from torch import Tensor
 
 from metattt.composition.compose import build
+from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu.native import load
 from metattt.kernels.online_linear.naive import online_linear
 from metattt.kernels.online_linear.native import SOURCE, NativeOnlineDot, NativeOnlineLinear
+from metattt.layer import TTTLayer
+from metattt.learners.linear import Linear
 from metattt.optimizers.base import Gates
+from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.momentum import Momentum
 from metattt.tasks.base import Views
+from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import compare, distance, run
 
 pytestmark = pytest.mark.skipif(load(SOURCE, {}) is None, reason="no compiler")
@@ -104,6 +111,26 @@ def test_threads() -> None:
         torch.set_num_threads(before)
 
 
+ONLINE = [i for i, (learner, *_) in enumerate(drawing.STRATA) if learner == "linear_map"]
+
+
+@pytest.mark.parametrize("seed", ONLINE)
+def test_drawn_compositions(seed: int) -> None:
+    """In float32, by the kernel where it covers them, against themselves in float64, by the forms."""
+    for drawn in drawing.drawn(seed):
+        if drawn.parts["task"][1].get("corruption", "none") != "none":  # draws other numbers in another type
+            continue
+        try:
+            layer, calls = drawn.build(0.3)
+            outputs = drawing.run(layer, calls)
+        except MetaTTTError:
+            continue
+        calls = [call._replace(x=call.x.float()) for call in calls]
+        found = drawing.run(layer.float(), calls)
+        assert all(distance(y.double(), expected) < 1e-3 for y, expected in zip(found, outputs, strict=True)), drawn
+        return
+
+
 LAYERS = ["delta_net", "gated_delta_net", "comba", "kda", "gla", "rwkv7", "gated_delta_product", "hgrn2"]
 
 
@@ -137,10 +164,22 @@ def test_gradients_of_gradients_are_those_of_the_forms() -> None:
         assert expected is None or distance(found, expected) < 1e-4
 
 
-def test_what_it_does_not_compute_is_left_to_the_forms() -> None:
-    for words in (["optimizer.momentum=per_head"], ["optimizer.anchor=minibatch", "optimizer.gradient_at=previous"]):
-        layer = build("layer=gated_delta_net", "dim=16", "num_heads=1", *words)
-        assert not layer.plan.kernels, words
-    assert build("layer=gated_delta_net", "dim=16", "num_heads=1").double().form == "fused"  # and float64 by the forms
-    y, _ = build("layer=gated_delta_net", "dim=16", "num_heads=1").double()(torch.zeros(1, 3, 16).double())
-    assert y.dtype == torch.float64
+RULES = {
+    "plain": (True, lambda: GradientDescent(anchor="online")),
+    "exclusive": (True, lambda: GradientDescent(anchor="online", read="exclusive")),
+    "previous": (False, lambda: GradientDescent(anchor="online", read="previous")),
+    "token steps": (False, lambda: GradientDescent(anchor="online", token_steps="shared")),
+    "clipping": (False, lambda: GradientDescent(anchor="online", max_norm=1.0)),
+    "momentum": (False, lambda: Momentum(1, "online")),
+    "decay to W0": (False, lambda: Momentum(1, "online", momentum="none", decay="per_head", decay_to_init=True)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_which_rules_it_computes(name: str) -> None:
+    """All others, and all of float64, are left to the forms."""
+    covered, rule = RULES[name]
+    layer = TTTLayer(16, 1, Reconstruction(), Linear(bias=False, residual=False, norm=False), rule())
+    assert bool(layer.plan.kernels) == covered, layer.plan.reasons
+    assert layer(torch.zeros(1, 3, 16))[0].dtype == torch.float32
+    assert layer.double()(torch.zeros(1, 3, 16).double())[0].dtype == torch.float64

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.online_linear.naive import online_linear
-from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, prepared
+from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
 from metattt.kernels.operator import filled, flat, shell
 from metattt.ops.foreign import Foreign, agrees
 from metattt.state import Tensors
@@ -82,7 +82,7 @@ class FlaOnlineLinear(OnlineLinear):
 
         def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             tokens, weights = filled(empty, tensors)[:2]
-            return run_rule(rule, given.matmul_dtype, *prepared(tokens), weights[name])
+            return run_rule(rule, given.matmul_dtype, pairs_of(tokens), weights[name])
 
         def again(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             y, after = reference(filled(empty, tensors))
@@ -103,20 +103,18 @@ def operation(name: str) -> Callable[..., Any] | None:
     """One of their operations, or None where it cannot be imported."""
     module, _, function = name.partition(".")
     try:
-        return getattr(importlib.import_module(f"fla.ops.{module}"), function)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(f"fla.ops.{module}"), function)
     except Exception as error:  # a broken optional dependency must not stop the run
         log.debug("online rules without flash-linear-attention's %s: %s", name, error)
         return None
 
 
-def run_rule(
-    rule: Rule, dtype: torch.dtype, k: Tensor, v: Tensor, q: Tensor, p: Tensor | None, b: Tensor | None, eta: Tensor,
-    a: Tensor | None, w: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def run_rule(rule: Rule, dtype: torch.dtype, pairs: Pairs, w: Tensor) -> tuple[Tensor, Tensor]:
     """`naive.online_linear` by their operation, in their layout `[B, T, H, d]`, with views of 16 bits."""
-    call, pairs = operation(rule.operation), k.shape[2] // q.shape[2]
+    k, v, q, p, b, eta, a = pairs
+    call, each = operation(rule.operation), k.shape[2] // q.shape[2]
     assert call is not None
-    q = q.repeat_interleave(pairs, 2)
+    q = q.repeat_interleave(each, 2)
     logs = None if a is None else a.clamp(min=SMALLEST).log()
     step = eta.unsqueeze(-1)
     given: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
@@ -124,8 +122,8 @@ def run_rule(
         given |= {"v": step * v, "g": logs}
     elif "dplr" in rule.operation:
         asked = k if p is None else p
-        if a is not None and rule.decay == "head":
-            a, logs = (x.unsqueeze(-1).expand_as(k) for x in (a, logs))  # type: ignore[union-attr]
+        if a is not None and logs is not None and rule.decay == "head":
+            a, logs = (x.unsqueeze(-1).expand_as(k) for x in (a, logs))
         asked = asked if a is None or not rule.decayed else asked * a
         given |= {"k": step * k, "a": asked, "b": -step * (k if b is None else b)}
         given |= {"gk": torch.zeros_like(k, dtype=torch.float32) if logs is None else logs}
@@ -138,7 +136,7 @@ def run_rule(
         if x is not None
     }
     y, after = call(**there, scale=1.0, initial_state=w.float(), output_final_state=True)
-    return y.transpose(1, 2)[:, :, pairs - 1 :: pairs].to(eta.dtype), after.to(w.dtype)
+    return y.transpose(1, 2)[:, :, each - 1 :: each].to(eta.dtype), after.to(w.dtype)
 
 
 @cache
@@ -159,15 +157,19 @@ def _agrees(rule: Rule, device: torch.device, dtype: torch.dtype, rows: int, col
     given |= {"b": unit()} if rule.erase_direction else {}
     if rule.decay != "none":
         given["a"] = torch.sigmoid((random(rows) if rule.decay == "channel" else random()) + 3)
-    given["w"] = torch.randn(1, 2, rows, columns, generator=draw).to(device) / rows**0.5
+    w = torch.randn(1, 2, rows, columns, generator=draw).to(device) / rows**0.5
     names = list(given)
 
+    def made(tensors: Sequence[Tensor]) -> Pairs:
+        x: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return Pairs(*[x.get(name) for name in Pairs._fields])  # type: ignore[arg-type]
+
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        x = dict(zip(names, tensors, strict=True))
-        return run_rule(rule, dtype, *(x.get(name) for name in ("k", "v", "q", "p", "b", "eta", "a", "w")))  # type: ignore[arg-type]
+        return run_rule(rule, dtype, made(tensors[:-1]), tensors[-1])
 
     def ours(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return online_linear(**dict(zip(names, tensors, strict=True)), erases=rule.erases, decayed=rule.decayed)
+        k, v, q, p, b, eta, a = made(tensors[:-1])
+        return online_linear(k, v, q, eta, tensors[-1], p=p, b=b, a=a, erases=rule.erases, decayed=rule.decayed)
 
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        return agrees(f"{rule.operation} in {dtype}", run, ours, list(given.values()))
+        return agrees(f"{rule.operation} in {dtype}", run, ours, [*given.values(), w])

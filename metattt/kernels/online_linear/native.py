@@ -20,8 +20,8 @@ from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_scan import use_large_pages
 from metattt.kernels.cpu.threads import divide
+from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
 from metattt.kernels.operator import Operation, Pass, Results, empty_like_tokens, flat
-from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, prepared
 
 SOURCE = Path(__file__).with_name("native.cpp")
 CHUNK_BYTES = 1 << 19  # of weights that the backward pass stores at once: about what stays in the cache
@@ -49,14 +49,14 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         return max(8, min(64, CHUNK_BYTES // (4 * w[0, 0].numel())))
 
     def forward(self, call: Pass) -> Results:
-        (w,), tensors = call.given.weights.values(), prepared(call.given.tokens)
-        _check(tensors, w)
-        k, v, q = tensors[:3]
+        (w,), pairs = call.given.weights.values(), pairs_of(call.given.tokens)
+        _check(pairs, w)
+        k, v, q = pairs[:3]
         y = empty_like_tokens(q[..., :1].expand(*q.shape[:3], v.shape[3]))
         after, kept = _empty(w), []
         if call.keep:
             kept = [w.new_empty(*w.shape[:2], -(-k.shape[2] // call.group), *w.shape[2:])]
-        self._run("forward", call, [*tensors, y, *[None] * 8], [w.contiguous(), after, *(kept or [None]), None, None])
+        self._run("forward", call, pairs, [y, *[None] * 8], [w.contiguous(), after, kept[0] if kept else None, None, None])
         return y, [after], kept
 
     def backward(
@@ -65,32 +65,31 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         (w,) = call.given.weights.values()
         with torch.enable_grad():
             given = call.given.tokens.map(lambda x: x.detach().requires_grad_())
-            made = prepared(given)
-        tensors = [None if x is None else x.detach() for x in made]
-        dy = torch.zeros_like(tensors[1][:, :, : tensors[2].shape[2]]) if dy is None else dy
-        found = [None if x is None else empty_like_tokens(x) if x.ndim == 4 else _empty(x) for x in tensors]
-        after, dstart = dweights[0], _empty(w)
-        after = None if after is None else after.contiguous()
-        self._run("backward", call, [*tensors, None, dy, *found], [None, None, kept[-1], after, dstart])
-        pairs = [(x, d) for x, d in zip(made, found, strict=True) if x is not None]
+            made = pairs_of(given)
+        pairs = Pairs(*[None if x is None else x.detach() for x in made])  # type: ignore[arg-type]
+        dy = torch.zeros_like(pairs.v[:, :, : pairs.q.shape[2]]) if dy is None else dy
+        found = [None if x is None else empty_like_tokens(x) if x.ndim == 4 else _empty(x) for x in pairs]
+        after, dstart = None if dweights[0] is None else dweights[0].contiguous(), _empty(w)
+        self._run("backward", call, pairs, [None, dy, *found], [None, None, kept[-1], after, dstart])
+        outputs = [(x, d) for x, d in zip(made, found, strict=True) if x is not None and d is not None]
         inputs = [x for x in given.tensors if x is not None]
-        return [*torch.autograd.grad([x for x, _ in pairs], inputs, [d for _, d in pairs]), dstart]
+        return [*torch.autograd.grad([x for x, _ in outputs], inputs, [d for _, d in outputs]), dstart]
 
-    def _run(self, name: str, call: Pass, views: Sequence[Tensor | None], arrays: Sequence[Tensor | None]) -> None:
-        """Calls a function of the library, `Call` as 8-byte numbers: `views` in its order (strided), then `arrays`
-        (dense)."""
-        k, v, q, *_, a = (x for x in views[:7])
-        assert k is not None and v is not None and q is not None
-        views = [x if x is None or x.ndim == 3 or x.stride(3) == 1 else x.contiguous() for x in views]
-        batch, heads, count, rows = k.shape
-        sizes = heads, count, count // q.shape[2], rows, v.shape[3], call.group
-        flags = self.erases, call.given.decayed, call.given.exclusive, a is not None and a.ndim == 4
-        strided = [n for x in views for n in ((0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3]))]
-        dense = [0 if x is None else x.data_ptr() for x in arrays]
-        numbers = [*sizes, *flags, *strided, *dense]
-        packed, library, learners = struct.pack(f"={len(numbers)}q", *numbers), load(SOURCE, {}), batch * heads
-        function = getattr(library, name)
-        use_large_pages(library, *(x for x in (*views[7:], *arrays[1:]) if x is not None))
+    def _run(
+        self, name: str, call: Pass, pairs: Pairs, others: Sequence[Tensor | None], arrays: Sequence[Tensor | None]
+    ) -> None:
+        """Calls a function of the library with `Call` as 8-byte numbers: `pairs` and `others` are its views, in order,
+        `arrays` are dense."""
+        library = load(SOURCE, {})
+        assert library is not None  # `reason_rejected` saw it
+        made = [x if x is None or x.ndim == 3 or x.stride(3) == 1 else x.contiguous() for x in (*pairs, *others)]
+        batch, heads, count, rows = pairs.k.shape
+        sizes = heads, count, count // pairs.q.shape[2], rows, pairs.v.shape[3], call.group
+        flags = self.erases, call.given.decayed, call.given.exclusive, pairs.a is not None and pairs.a.ndim == 4
+        views = [n for x in made for n in ((0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3]))]
+        numbers = [*sizes, *flags, *views, *(0 if x is None else x.data_ptr() for x in arrays)]
+        packed, learners, function = struct.pack(f"={len(numbers)}q", *numbers), batch * heads, getattr(library, name)
+        use_large_pages(library, *(x for x in (*made[7:], *arrays[1:]) if x is not None))
 
         def run(first: int, last: int) -> int:
             return function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
@@ -110,16 +109,14 @@ def _empty(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _check(tensors: Sequence[Tensor | None], w: Tensor) -> None:
+def _check(pairs: Pairs, w: Tensor) -> None:
     """Refuses tensors of other shapes than k and the weights imply: code that gets addresses would read past their
     ends."""
-    k, v, q, *others = tensors
-    assert k is not None and v is not None and q is not None
+    k, q, a = pairs.k, pairs.q, pairs.a
     learners, (rows, columns), count = k.shape[:2], w.shape[2:], k.shape[2]
     shapes = ((count, rows), (count, columns), (q.shape[2], rows), (count, rows), (count, rows), (count,))
-    for x, shape in zip([*tensors[:6], w], (*shapes, (rows, columns)), strict=True):
+    for x, shape in zip([*pairs[:6], w], (*shapes, (rows, columns)), strict=True):
         if x is not None and x.shape != (*learners, *shape):
             raise MetaTTTError(f"online_linear was given {list(x.shape)}: it takes {[*learners, *shape]}")
-    a = tensors[6]
     if count % q.shape[2] or (a is not None and a.shape not in (k.shape, k.shape[:3])):
         raise MetaTTTError(f"online_linear was given {count} pairs, and decays that are neither one nor {rows} a pair")

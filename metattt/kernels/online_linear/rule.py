@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class OnlineLinear(Kernel):
     def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         if task.together:
             return "several pairs meet the same weights"
+        if optimizer.slots != ("weights",):
+            return f"the rule carries {', '.join(optimizer.slots)}"
         return linear_rule(optimizer, "online", ("inclusive", "exclusive"))
 
     @staticmethod
@@ -41,8 +44,21 @@ class OnlineDot(OnlineLinear):
         return -(prediction * v).sum(-1)
 
 
-def prepared(tokens: Tokens) -> tuple[Tensor | None, ...]:
-    """k, v, q, p, b, η and the decays of tokens, as `naive.online_linear` takes them."""
+class Pairs(NamedTuple):
+    """The tensors of tokens, every pair by itself, as `naive.online_linear` takes them."""
+
+    k: Tensor
+    v: Tensor
+    q: Tensor
+    p: Tensor | None
+    b: Tensor | None
+    eta: Tensor
+    a: Tensor | None
+
+
+def pairs_of(tokens: Tokens) -> Pairs:
+    """η includes κ, since there is no momentum, and a decay is a number from 0 to 1."""
     views, gates = tokens.apart()
     eta = gates.eta if gates.kappa is None else gates.eta * gates.kappa
-    return *views[:5], eta, gates.alpha if gates.decay is None else gates.decay.exp()
+    decay = gates.alpha if gates.decay is None else gates.decay.exp()
+    return Pairs(views.k, views.v, views.q, views.erase_key, views.erase_direction, eta, decay)
