@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from common import Row, exit_code, settings, some
-from gpu_problems import DTYPES, OURS, measure, variants
+from gpu_problems import DTYPES, ONLINE, OURS, measure, variants
 from peers import ON_A_GPU, PEERS
 from report import Report
 
@@ -226,6 +226,9 @@ def jobs(stage: str, given: Settings, results: Results) -> Iterator[list[Point]]
                 sizes = DEFAULTS | case
                 yield [("check", name, {"tokens": 2 * sizes["length"]} | sizes)]
             yield [("decode check", name, token | {"batch": 5, "heads": 2})]
+        if given.device == "cuda":
+            sizes = {"heads": 4, "width": given.head_dim, "length": 512, "tokens": 2048, "dtype": given.dtype}
+            yield from ([("online", name, sizes)] for name in ONLINE)
     elif stage == "times":
         yield [("ceilings", "ceilings", {"dtype": given.dtype})]
         for name in given.operations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import math
@@ -28,6 +29,7 @@ BOUNDS = {"bfloat16": (2e-2, 5e-2), "float16": (1e-2, 2e-2), "float32": (1e-4, 1
 """Relative errors (Frobenius norm), at most: of outputs, and of gradients."""
 ROUNDING = 4  #: times the dual form's error in the same type
 OURS = ("ttt_linear", "ttt_mlp")
+ONLINE = ("delta_net", "gated_delta_net", "comba", "kda", "gla", "rwkv7", "gated_delta_product")
 
 
 def measure(kind: str, subject: str, case: Case, device: str) -> Found:
@@ -91,6 +93,33 @@ def decode_check(subject: str, case: Case, device: str) -> Found:
             ys.append(y)
         error = distance(torch.cat(ys, 1), dual(x)[0])
     return {"passed": error <= 1e-3, "outputs": error}
+
+
+def online(subject: str, case: Case, device: str) -> Found:
+    """A layer whose online rule flash-linear-attention may compute: one training step under autocast against the solved
+    form in float64, what computed it, and its time beside that of the solved form."""
+    words = f"layer={subject}", f"dim={case['heads'] * case['width']}", f"num_heads={case['heads']}", "seed=0"
+    auto, dual = (build(*words, f"layer.form={form}").to(device) for form in ("auto", "dual"))
+    exact = copy.deepcopy(dual).double()
+    x = torch.randn(case["tokens"] // case["length"], case["length"], auto.dim, device=device)
+
+    def step(layer: TTTLayer, given: Tensor, enabled: bool = True) -> list[Tensor]:
+        given, leaves = given.detach().requires_grad_(), [p for p in layer.parameters() if p.requires_grad]
+        with torch.autocast(device, DTYPES[case["dtype"]], enabled=enabled):
+            y, _ = layer(given)
+        return [y.detach(), *torch.autograd.grad(y.float().square().mean(), [given, *leaves])]
+
+    expected, plain, found = step(exact, x.double(), False), step(dual, x), step(auto, x)
+    off, rounding = ([distance(a.double(), b) for a, b in zip(one, expected, strict=True)] for one in (found, plain))
+    output, gradient = BOUNDS[case["dtype"]]
+    worst = max(range(1, len(off)), key=lambda i: off[i] / max(gradient, ROUNDING * rounding[i]))
+    passed = off[0] <= max(output, ROUNDING * rounding[0]) and off[worst] <= max(gradient, ROUNDING * rounding[worst])
+    times = [milliseconds(partial(step, layer, x), device)["ms, median"] for layer in (auto, dual)]
+    return {
+        "passed": passed, "outputs": off[0], "worst gradient": off[worst], "dual form": rounding[worst],
+        "by": sorted(why for form, _, why in auto.plan.said if form == "fused"),
+        "ms, median": times[0], "ms, dual form": times[1],
+    }  # fmt: skip
 
 
 def _layer(subject: str, case: Case, device: str, form: str = "auto") -> TTTLayer:
@@ -213,5 +242,5 @@ def poisoned() -> Iterator[None]:
 
 KINDS: dict[str, Callable[[str, Case, str], Found]] = {
     "check": check, "decode check": decode_check, "time": timed, "decode": decode, "ceilings": ceiling,
-    "variant": variant,
+    "variant": variant, "online": online,
 }  # fmt: skip
