@@ -7,9 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 BUCKET = 2**25  # numbers that are summed in one message
 
@@ -40,35 +38,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
         flat /= dist.get_world_size(group)
         for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))
-
-
-def several_meshes(parameters: Iterable[Tensor]) -> bool:
-    """Whether parameters are divided in different ways, so that torch does not take them together."""
-    return len({x.device_mesh if isinstance(x, DTensor) else None for x in parameters}) > 1
-
-
-def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, however each is divided among processes."""
-    sums: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, Tensor] = {}
-    for gradient in gradients:
-        key = (gradient.device_mesh, tuple(gradient.placements)) if isinstance(gradient, DTensor) else None
-        square = _local(gradient).float().square().sum()
-        sums[key] = sums[key] + square if key in sums else square
-    for key, square in sums.items():
-        mesh, placements = ((), ()) if key is None else key
-        for axis, placement in enumerate(placements):
-            if not placement.is_replicate():  # also what is divided twice along one axis, which is no plain shard
-                assert isinstance(mesh, DeviceMesh)
-                dist.all_reduce(square, group=mesh.get_group(axis))
-    return torch.stack(list(sums.values())).sum().sqrt()
-
-
-def clip_norm(parameters: Iterable[nn.Parameter], largest: float) -> None:
-    """Scales gradients that are divided in different ways so that their norm is at most `largest`, in place."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    factor = (largest / (total_norm(gradients) + 1e-6)).clamp(max=1)  # torch's own
-    for gradient in gradients:
-        _local(gradient).mul_(factor)
 
 
 def _local(x: Tensor) -> Tensor:

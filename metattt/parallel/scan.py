@@ -21,7 +21,6 @@ from metattt.memory import Memory
 from metattt.models.language_model import LanguageModel
 from metattt.modules import CausalConv, expand_like
 from metattt.optimizers.base import Gates
-from metattt.parallel.heads import DividedLayer, runs_alike
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Views
 
@@ -58,8 +57,6 @@ class Scan:
     ) -> tuple[Tensor, State]:
         """As `TTTLayer.run`: what the task and the learner carry is taken from the process before as late as it can be,
         and handed on as soon as it can be."""
-        if isinstance(layer, DividedLayer):
-            layer, x = layer.local(x)
         state = state._replace(pos=self.pos)
         call = layer.call(x, state, packing)
         taken, projected = self._tails(layer, x, call.ctx)
@@ -139,7 +136,8 @@ def scannable(layer: nn.Module, dim: int) -> bool:
         layer: of a model.
         dim: D, width of its tokens.
     """
-    if not isinstance(layer, TTTLayer) or not runs_alike(layer):
+    kind: Any = type(layer)  # which may have changed the steps of `run`, not `run` itself
+    if not isinstance(layer, TTTLayer) or kind.forward is not TTTLayer.forward or kind.run is not TTTLayer.run:
         return False
     plan, rule = layer.plan, layer.optimizer
     if not layer.learner.has_weights or plan.period is not None or plan.replays or not rule.causal or rule.has_momentum:

@@ -12,7 +12,6 @@ from torch import Tensor
 from metattt.errors import check_integer
 from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health, learning
-from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
 from metattt.training.divergence import listed, say
 from metattt.training.random_state import apart_from_the_run
@@ -61,11 +60,6 @@ class InnerHealth(lightning.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if batch_idx or not self.every or self.runs % self.every:
-            return
-        if several_meshes(pl_module.parameters()):  # heads divided among processes: no process has a layer's loss
-            if "divided" not in self.said:
-                say(trainer, "inner_health: not looked at, as trainer.tensor_ranks divides the heads")
-            self.said.append("divided")
             return
         for line in self._news(self.look(pl_module, batch), pl_module):
             say(trainer, f"step {trainer.global_step}: {line}")

@@ -22,7 +22,6 @@ from metattt.generation.sampling import generate
 from metattt.generation.text import ends
 from metattt.measures.ngram import NGram
 from metattt.models.language_model import LanguageModel
-from metattt.parallel.gradients import clip_norm, several_meshes
 from metattt.parallel.line import Line
 from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan
@@ -149,18 +148,6 @@ class LanguageModeling(OuterLoop):
         # divided by what the processes read on average: of one window, some may have a token more than others
         whole = 1 if self.line is None else self.line.size
         return sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm") and several_meshes(parameters):
-            clip_norm(parameters, gradient_clip_val)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
         self.add_to_validation(**_figures(self.sums(ids)))

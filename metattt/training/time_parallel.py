@@ -1,6 +1,6 @@
 """`trainer=time_parallel`: every sequence is read by several processes, each a part of its time.
 
-The processes form a mesh [data, time, heads]: those of one row read the same windows, each its own tokens, and pass on
+The processes form a mesh [data, time]: those of one row read the same windows, each its own tokens, and pass on
 the states of all layers (`metattt.parallel`); those of one column read the same part of different windows. Over the
 data axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is
 copied.
@@ -30,7 +30,7 @@ from metattt.training.batches import shares
 from metattt.training.sharding import FullyShardedData, divided
 from metattt.training.text_module import LanguageModeling
 
-DATA, TIME, TENSOR = "data_parallel", "time", "tensor_parallel"  # axes of the mesh; two have the names of Lightning
+DATA, TIME = "data_parallel", "time"  # axes of the mesh; the first has the name of Lightning
 
 
 class OverTime(ParallelStrategy):
@@ -77,9 +77,8 @@ class OverTime(ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        sizes = self.time_ranks, getattr(self, "tensor_ranks", 1)
-        shape = (shares(self.world_size, *sizes), *sizes)
-        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME, TENSOR))
+        shape = shares(self.world_size, self.time_ranks), self.time_ranks
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME))
         self.line = Line(mesh[TIME], frames(mesh), self.in_flight)
         self._use(mesh)
 
@@ -164,22 +163,15 @@ class ShardedOverData(OverTime, FullyShardedData):
 
     Args:
         time_ranks, in_flight: as of `ReplicatedOverTime`.
-        tensor_ranks, timeout_minutes: as of `FullyShardedData`.
+        timeout_minutes: as of `FullyShardedData`.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(
-        self, time_ranks: int = 2, in_flight: int | None = None, tensor_ranks: int = 1, timeout_minutes: float = 30.0
-    ) -> None:
-        super().__init__(tensor_ranks, timeout_minutes)
+    def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
+        super().__init__(timeout_minutes)
         self.divide(time_ranks, in_flight)
-
-    def on_block(self, block: nn.Module) -> None:
-        """Checks the layer, then divides its heads."""
-        OverTime.on_block(self, block)
-        FullyShardedData.on_block(self, block)
 
     def _use(self, mesh: DeviceMesh) -> None:
         self._device_mesh = mesh

@@ -29,7 +29,6 @@ from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
-from metattt.parallel.heads import divide_heads
 from metattt.parallel.line import MANY, Line, dump, fill, frame_of
 from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan, scannable
@@ -42,22 +41,15 @@ TINY = (
     "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "training.lr=5e-3",
     "trainer.max_steps=4", "trainer.val_check_interval=2", "sample=false",
 )  # fmt: skip
-NOT_DIVIDED = (
-    ("ttt_linear", (), "num_heads=2 cannot be divided among trainer.tensor_ranks=4"),
-    ("retnet", ("num_heads=4",), "cannot be divided among processes: some heads give other outputs"),
-)
 RUNS = {
     "time": ("trainer=time_parallel", "trainer.time_ranks=4"),
     "both": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2"),
-    "heads": ("trainer=fsdp", "trainer.tensor_ranks=2"),
-    "time_and_heads": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2", "trainer.tensor_ranks=2"),
 }
 TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
 LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
 SCANNED = ("linear_attention", "mamba2", "retnet")
 PLAIN = ("block_style=plain",)  # without convolutions, whose tails go ahead of the state
-BLOCKS = ("kda", "hgrn2", "rwkv7")  # their norms and gates
 OTHERS = ("mamba2", "titans", "nested_transformer")
 
 
@@ -74,7 +66,6 @@ class Case(NamedTuple):
         settings: of the model.
         dtype: of parameters.
         scan: states that can be scanned are.
-        tensor: processes that divide the heads.
         options: of the layer.
     """
 
@@ -88,7 +79,6 @@ class Case(NamedTuple):
     settings: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float64
     scan: bool = False
-    tensor: int = 1
     options: tuple[str, ...] = ()
 
 
@@ -110,11 +100,6 @@ CASES = (
     Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
     Case("hybrid", 2, 2, scan=True, sharded=True),
     Case("hybrid", 2, 2, sharded=True),
-    *(Case(layer, 2, 1, tensor=2) for layer in (*LAYERS, "mamba2", *BLOCKS)),
-    Case("ttt_linear", 2, 1, tensor=2, options=("optimizer.lr=shared", "layer.output_bias=true")),
-    Case("ttt_mlp", 1, 1, tensor=4, options=("num_heads=4",)),
-    Case("hybrid", 1, 2, tensor=2, tokens=49, reset=True),
-    Case("mamba2", 1, 2, tensor=2, scan=True, reset=True),
     Case("ttt_mlp", 4, 1, sharded=True),
 )  # fmt: skip
 
@@ -151,13 +136,11 @@ def one_process(case: Case) -> tuple[float, dict[str, Tensor | None]]:
 
 def part_of(case: Case) -> dict[str, Any]:
     """In one of the processes: what `one_process` finds, and what was sent."""
-    mesh = init_device_mesh("cpu", (case.data, case.time, case.tensor), mesh_dim_names=("data", "time", "tensor"))
+    mesh = init_device_mesh("cpu", (case.data, case.time), mesh_dim_names=("data", "time"))
     line = Line(mesh["time"], in_flight=case.in_flight)
     model = make_model(case)
     scanned = [number for number, block in enumerate(model.blocks) if case.scan and scannable(block.layer, 16)]
     assert may_scan(model, case.tokens // case.time) or not case.scan
-    for block in model.blocks if case.tensor > 1 else ():
-        divide_heads(block, mesh["tensor"])
     if case.sharded:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["data"])
@@ -170,7 +153,7 @@ def part_of(case: Case) -> dict[str, Any]:
         reset = own == 3 if case.reset else None
         with handed_on(model, line, scanned):
             losses.append(model.cross_entropy(own, following, reset=reset)[0])
-    loss = torch.stack(losses).sum() / (WINDOWS * case.tokens * case.tensor / WORLD)  # of what a process reads on average
+    loss = torch.stack(losses).sum() / (WINDOWS * case.tokens / WORLD)  # of what a process reads on average
     loss.backward()
     line.finish()
     if not case.sharded:
@@ -183,17 +166,6 @@ def part_of(case: Case) -> dict[str, Any]:
     assert len(scanned) == (expected[case.layer] if case.scan else 0)
     whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
     return {"loss": total.item(), "gradients": whole, "traffic": vars(line.traffic), "windows": len(ids)}
-
-
-def refused(layer: str, *options: str) -> str:
-    """In one of the processes: what is said of a layer whose heads cannot be divided among four."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    model = make_model(Case(layer, 1, 1, options=options))
-    try:
-        divide_heads(model.blocks[0], mesh)
-    except MetaTTTError as error:
-        return str(error)
-    return "nothing"
 
 
 def run(corpus: str, folder: str, *options: str) -> int:
@@ -228,7 +200,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path, corpus: str) -> dict[str, list[Any]]:
     """What every one of four processes, started once, found of every job."""
     jobs: list[Any] = [(f"case_{number}", part_of, case) for number, case in enumerate(CASES)]
-    jobs += [(f"refused_{name}", refused, name, *options) for name, options, _ in NOT_DIVIDED]
     jobs += [(f"run_{name}", run, corpus, str(folder / name), *options) for name, options in RUNS.items()]
     found = together(WORLD, [(attempt, job) for job in jobs], seconds=900)
     return {of_processes[0][0]: [result for _, result in of_processes] for of_processes in found}
@@ -249,13 +220,6 @@ def test_several_processes_compute_what_one_does(results: dict[str, list[Any]], 
             if wanted is not None:
                 assert wanted.abs().max() > 0 or not got.any(), name
                 torch.testing.assert_close(got, wanted, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "message"), [(name, message) for name, _, message in NOT_DIVIDED])
-def test_heads_that_need_each_other_are_not_divided(results: dict[str, list[Any]], name: str, message: str) -> None:
-    for said in results[f"refused_{name}"]:
-        assert message in said and len(said.splitlines()) == 1
 
 
 # -- metattt train -----------------------------------------------------------------------------------------------------
@@ -310,8 +274,6 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
     ("overrides", "message"),
     [
         (("trainer.devices=3",), r"trainer.time_ranks=2 cannot divide the 3 processes .* trainer.devices=2,"),
-        (("trainer=fsdp", "trainer.devices=3", "trainer.tensor_ranks=2"), "trainer.tensor_ranks=2 cannot divide the 3"),
-        (("trainer=ddp", "trainer.tensor_ranks=2"), "trainer.tensor_ranks. belongs to trainer=fsdp or"),
         (("trainer.devices=4", "trainer.time_ranks=4", "data.context_length=3"), "=3 tokens cannot be divided among trainer.time_ranks=4"),
         (("trainer.devices=2", "trainer.in_flight=5"), "trainer.in_flight=5 parts .* a batch has 4"),
         (("trainer=ddp", "trainer.time_ranks=2"), "trainer.time_ranks. belongs to trainer=time_parallel.*devices=2"),
@@ -320,7 +282,7 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
 )
 def test_refusals_are_one_line(corpus: str, tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
     text = () if "data=digits" in overrides else (*TINY, f"data.path={corpus}")
-    chosen = () if overrides[0] in ("trainer=ddp", "trainer=fsdp") else ("trainer=time_parallel",)
+    chosen = () if overrides[0] == "trainer=ddp" else ("trainer=time_parallel",)
     with pytest.raises(MetaTTTError, match=message) as raised:
         train(compose(*text, *chosen, f"output_dir={tmp_path}", *overrides))
     assert len(str(raised.value).splitlines()) <= 2
