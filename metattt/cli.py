@@ -149,15 +149,15 @@ def _see_the_working_directory() -> None:
 def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     """Runs a command, or prints what Hydra's options ask for; `composed` receives the configuration."""
     what, function = COMMANDS[command]
-    if {"-h", "--help"} & set(words):
-        from metattt.composition.help import help_of
-
-        print(help_of(command, what, words))
-        return 0
     _see_the_working_directory()
     from metattt.composition.application import complete, parse, show
 
     options = parse(words, command)
+    if options.help:
+        from metattt.composition.help import help_of
+
+        print(help_of(command, what, options.overrides))
+        return 0
     if options.shell_completion:
         complete(options.overrides, tuple(COMMANDS))
         return 0
