@@ -32,7 +32,7 @@ LEAST = {
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people."""
 LOG = "metrics.csv"
-PICTURES = ("loss_curve.png", "inner_loss.png")
+PICTURE = "loss_curve.png"
 _LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.part")
 
 
@@ -183,7 +183,7 @@ def make_room(folder: Path, overwrite: bool) -> None:
             "replace it (overwrite=true), or choose another folder"
         )
     if not overwrite:
-        foreign += [name for name in PICTURES if os.path.lexists(folder / name)]
+        foreign += [PICTURE] if os.path.lexists(folder / PICTURE) else []
     if foreign:
         raise MetaTTTError(
             f"output_dir={folder} holds {', '.join(foreign)}, which does not belong to a run and would be written "

@@ -1,4 +1,4 @@
-"""What the command line shows: help, configurations, what Hydra tells, completion in a shell."""
+"""What the command line shows: help, configurations, what Hydra tells."""
 
 import os
 import subprocess
@@ -125,25 +125,6 @@ def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert OmegaConf.create(capsys.readouterr().out).hydra.launcher._target_.endswith("BasicLauncher")
     assert main(["train", "dim=8", "--cfg", "all", "-p", "dim"]) == 0
     assert capsys.readouterr().out.strip() == "8"
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("metattt tr", ["train"]),
-        ("metattt train layer=ttt_mlp learner.exp", ["learner.expansion="]),
-        ("metattt train -m seed=0,1 trainer.max_st", ["trainer.max_steps="]),
-        ("metattt train --config-dir my_files experiment=mi", ["experiment=mine"]),
-        ("metattt train --config-dir", None),
-    ],
-)
-def test_completion(
-    line: str, expected: list[str] | None, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine.rename(mine.parent / "my_files")
-    monkeypatch.setenv("COMP_LINE", line)
-    assert main(["-sc", "query=bash"]) == 0
-    assert expected is None or capsys.readouterr().out.split() == expected
 
 
 @pytest.mark.parametrize("words", [["--help"], ["layers"]])

@@ -155,7 +155,6 @@ def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None
         ("train --config-dir=x", "there is no folder x"),
         ("train --config-path=x", "--config-dir <folder> adds files of your own"),
         ("train --info defaults learner=mpl", "Did you mean `learner=mlp`?"),
-        ("-sc install=nobody", "bash"),
     ],
 )
 def test_exit_code_2_without_a_traceback(command: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
