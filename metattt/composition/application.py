@@ -53,8 +53,10 @@ def parse(words: Sequence[str], command: str) -> Namespace:
     pairs = zip(words, [*words[1:], ""], strict=False)
     full = [f"{one}=job" if one == "--cfg" and after not in shown else one for one, after in pairs]
     options = parser.parse_intermixed_args(full)
-    if options.config_path or options.config_name or options.experimental_rerun or options.shell_completion:
+    if options.config_path or options.config_name or options.experimental_rerun:
         raise MetaTTTError(f"`metattt {command}` has its configuration; --config-dir <folder> adds files of your own")
+    if options.shell_completion:
+        refuse("unrecognized arguments: --shell-completion")
     if options.config_dir is not None:
         folder = Path(options.config_dir).expanduser().absolute()
         if not folder.is_dir():
