@@ -60,7 +60,6 @@ def tables(root: Path = ROOT) -> dict[str, list[Row]]:
     shares = [
         {"sequences": count, "million tokens": count * context / 1e6, "idle": idle(count, gpus)} for count in (16, 32, 64, 256)
     ]
-    last = segments[-1]["cell (ms)"] * ASSUMED["blocks"]
     others = {
         "hop over cell, ttt_mlp, R = 64": took["ttt_mlp"] / segments[0]["cell (ms)"],
         "hop over cell, ttt_mlp, R = 1024": took["ttt_mlp"] / segments[-1]["cell (ms)"],
@@ -68,9 +67,6 @@ def tables(root: Path = ROOT) -> dict[str, list[Row]]:
         "tokens kept, 32 sequences": 32 * context / gpus,
         "GB kept, 32 sequences": ASSUMED["blocks"] * (32 * context / gpus) * ASSUMED["D"] * 2 / 1e9,
         "GB of keys and values, half a context": 2 * 4 * ASSUMED["D"] * context / 2 / 1e9,
-        "hops of a scan (ms)": (gpus - 1) * took["linear_attention"],
-        "forward of a sequence (ms)": last,
-        "backward of a sequence (ms)": 2 * last,
     }
     return {
         "Messages": handed, "Segments": segments, "Idle": shares,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +23,6 @@ from metattt.measures.ngram import NGram
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.line import Line
 from metattt.parallel.relay import handed_on
-from metattt.parallel.scan import may_scan
 from metattt.training.callbacks import LossCurve
 from metattt.training.job import Job, OuterLoop
 from metattt.training.recipes import AdamW
@@ -59,7 +57,6 @@ class LanguageModeling(OuterLoop):
         super().__init__(model, recipe, record)
         self.document_start = document_start
         self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
-        self.scanned: Collection[int] = ()  # blocks with time-parallel scans there
         self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
@@ -78,15 +75,14 @@ class LanguageModeling(OuterLoop):
     def sums(self, ids: Tensor) -> Tensor:
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes:
         `[3]`. Labels that are `NO_TOKEN` do not count."""
-        (read, reset, labels), parts, scanned = self._windows(ids), 1, self.scanned
-        if self.line is not None:
-            scanned = scanned if may_scan(self.model, read.shape[1] // self.line.size) else ()
-            read, labels, parts = self.line.own(read), self.line.own(labels), self.line.count_parts(len(ids))
+        (read, reset, labels), parts = self._windows(ids), 1
+        if self.line is not None:  # every window on its own: processes need not wait for each other's whole batch
+            read, labels, parts = self.line.own(read), self.line.own(labels), len(ids)
             reset = None if reset is None else self.line.own(reset)
         resets = [None] * parts if reset is None else reset.tensor_split(parts)
         losses = []
         for own, following, starts in zip(read.tensor_split(parts), labels.tensor_split(parts), resets, strict=True):
-            with nullcontext() if self.line is None else handed_on(self.model, self.line, scanned):
+            with nullcontext() if self.line is None else handed_on(self.model, self.line):
                 nats, _ = self.model.cross_entropy(own, following, reset=starts, ignore_index=NO_TOKEN)
             losses.append(nats)
         return self._with_counts(torch.stack(losses).sum(), labels)
@@ -238,7 +234,7 @@ class TextJob(Job):
         data = self.data
         self.divide(trainer, self.cfg.batch_tokens, data.context_length, "windows")
         if (fits := getattr(trainer.strategy, "check", None)) is not None:  # trainer=time_parallel
-            fits(data.context_length, data.batch_size)
+            fits(data.context_length)
         if trainer.is_global_zero and data.baselines:
             windows, sizes = data.windows("train"), data.tokenizer.token_bytes.numpy()
             orders = [order for order in ORDERS if order < 3 or windows.size <= MOST_SORTED]

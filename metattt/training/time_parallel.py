@@ -24,7 +24,6 @@ from metattt.models.block import Block
 from metattt.parallel.cuts import check_cut, check_divisible
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line
-from metattt.parallel.scan import scannable
 from metattt.registry import register
 from metattt.training.batches import shares
 from metattt.training.sharding import FullyShardedData, divided
@@ -38,72 +37,45 @@ class OverTime(ParallelStrategy):
 
     Attributes:
         line: the processes of this one's sequences, once they have started.
-        scanned: numbers of the blocks with a time-parallel scan.
-        made: number of blocks so far.
     """
 
     line: Line
-    scanned: list[int]
-    made: int
 
-    def divide(self, time_ranks: int, in_flight: int | None) -> None:
-        """Takes the settings that both strategies have."""
+    def divide(self, time_ranks: int) -> None:
+        """Takes the setting that both strategies have."""
         check_integer("trainer.time_ranks", time_ranks)
-        if in_flight is not None:
-            check_integer("trainer.in_flight", in_flight)
-        self.time_ranks, self.in_flight = time_ranks, in_flight
-        self.scanned, self.made = [], 0
+        self.time_ranks = time_ranks
 
-    def check(self, context_length: int, batch_size: int) -> None:
-        """Raises an error for windows that cannot be divided; called before anything is read.
-
-        Args:
-            context_length: tokens per window.
-            batch_size: windows per batch of the processes that read the same ones.
-
-        Raises:
-            MetaTTTError: fewer tokens than processes, or fewer windows than parts in flight.
-        """
+    def check(self, context_length: int) -> None:
+        """Raises an error for windows of fewer tokens than processes; called before anything is read."""
         if context_length < self.time_ranks:
             raise MetaTTTError(
                 f"data.context_length={context_length} tokens cannot be divided among "
                 f"trainer.time_ranks={self.time_ranks} processes: set one of them"
-            )
-        if self.in_flight is not None and batch_size < self.in_flight:
-            raise MetaTTTError(
-                f"trainer.in_flight={self.in_flight} parts need as many windows, and a batch has {batch_size}: "
-                "set data.batch_size, or trainer.in_flight=null"
             )
 
     def setup_environment(self) -> None:
         super().setup_environment()
         shape = shares(self.world_size, self.time_ranks), self.time_ranks
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME))
-        self.line = Line(mesh[TIME], frames(mesh), self.in_flight)
+        self.line = Line(mesh[TIME], frames(mesh))
         self._use(mesh)
 
     def setup(self, trainer: lightning.Trainer) -> None:
         module: Any = self.lightning_module
         if not isinstance(module, LanguageModeling):
             raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
-        module.line, module.scanned = self.line, self.scanned
+        module.line = self.line
         if not divided(module.model):  # else every block was looked at while it was made
-            self.scanned.clear()
-            self.made = 0
             for block in module.model.blocks:
                 self.on_block(block)
         super().setup(trainer)
 
     def on_block(self, block: nn.Module) -> None:
-        """Checks the layer: raises an error if it needs whole sequences, and finds out whether its state allows a
-        scan."""
+        """Raises an error for a layer that needs whole sequences."""
         assert isinstance(block, Block)
         check_divisible(block)
-        dim = len(block.layer_norm.weight)
-        check_cut(block.layer, dim)
-        if scannable(block.layer, dim):
-            self.scanned.append(self.made)
-        self.made += 1
+        check_cut(block.layer, len(block.layer_norm.weight))
 
     def optimizer_step(
         self,
@@ -137,16 +109,15 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
 
     Args:
         time_ranks: processes that read one sequence; must divide their number.
-        in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
         timeout_minutes: that a process waits for another that hangs, before the run ends.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
+    def __init__(self, time_ranks: int = 2, timeout_minutes: float = 30.0) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes))
-        self.divide(time_ranks, in_flight)
+        self.divide(time_ranks)
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
@@ -162,16 +133,16 @@ class ShardedOverData(OverTime, FullyShardedData):
     """Parameters, gradients and Adam's moments divided among the processes of the data axis (FSDP2), copied over time.
 
     Args:
-        time_ranks, in_flight: as of `ReplicatedOverTime`.
+        time_ranks: as of `ReplicatedOverTime`.
         timeout_minutes: as of `FullyShardedData`.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
+    def __init__(self, time_ranks: int = 2, timeout_minutes: float = 30.0) -> None:
         super().__init__(timeout_minutes)
-        self.divide(time_ranks, in_flight)
+        self.divide(time_ranks)
 
     def _use(self, mesh: DeviceMesh) -> None:
         self._device_mesh = mesh

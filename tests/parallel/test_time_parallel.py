@@ -31,8 +31,6 @@ from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import MANY, Line, dump, fill, frame_of
 from metattt.parallel.relay import handed_on
-from metattt.parallel.scan import may_scan, scannable
-from metattt.tasks.reconstruction import Reconstruction
 from metattt.training.train import train
 
 WORLD = 4
@@ -48,8 +46,6 @@ RUNS = {
 TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
 LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
-SCANNED = ("linear_attention", "mamba2", "retnet")
-PLAIN = ("block_style=plain",)  # without convolutions, whose tails go ahead of the state
 OTHERS = ("mamba2", "titans", "nested_transformer")
 
 
@@ -60,45 +56,33 @@ class Case(NamedTuple):
         layer: of all blocks, or `hybrid`.
         data, time: the mesh.
         tokens: of a window.
-        in_flight: parts of a batch.
         reset: documents start inside the windows.
         sharded: parameters are divided among the processes of the data axis.
         settings: of the model.
         dtype: of parameters.
-        scan: states that can be scanned are.
-        options: of the layer.
     """
 
     layer: str
     data: int
     time: int
     tokens: int = TOKENS
-    in_flight: int | None = None
     reset: bool = False
     sharded: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float64
-    scan: bool = False
-    options: tuple[str, ...] = ()
 
 
 CASES = (
     *(Case(layer, 1, 4) for layer in LAYERS),
     *(Case(layer, 2, 2) for layer in (*LAYERS, *OTHERS)),
     Case("ttt_linear", 1, 4, dtype=torch.float32),
-    Case("hybrid", 2, 2, in_flight=1),
-    Case("hybrid", 1, 4, tokens=50, in_flight=3),
+    Case("hybrid", 1, 4, tokens=50),
     Case("hybrid", 2, 2, tokens=49, reset=True),
     Case("ttt_mlp", 1, 4, reset=True),
     Case("hybrid", 2, 2, settings=(("checkpoint_blocks", True),)),
     Case("ttt_linear", 2, 2, settings=(("pre_conv", False), ("tie_embeddings", False))),
-    *(Case(layer, 1, 4, scan=True, options=PLAIN) for layer in SCANNED),
-    *(Case(layer, 2, 2, scan=True, reset=True, options=PLAIN) for layer in SCANNED),
-    *(Case("mamba2", *mesh, scan=True, reset=reset) for mesh in ((1, 4), (2, 2)) for reset in (False, True)),
-    Case("mamba2", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
-    Case("linear_attention", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
-    Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
-    Case("hybrid", 2, 2, scan=True, sharded=True),
+    Case("mamba2", 1, 4, tokens=51, reset=True),
+    Case("retnet", 2, 2),
     Case("hybrid", 2, 2, sharded=True),
     Case("ttt_mlp", 4, 1, sharded=True),
 )  # fmt: skip
@@ -108,7 +92,7 @@ def make_model(case: Case) -> LanguageModel:
     names = iter(HYBRID * 2 if case.layer == "hybrid" else (case.layer,) * 8)
     blocks = len(HYBRID) if case.layer == "hybrid" else 2
     torch.manual_seed(0)
-    model = LanguageModel(30, 16, blocks, lambda: copy.deepcopy(layer(next(names), *case.options)), **dict(case.settings))
+    model = LanguageModel(30, 16, blocks, lambda: copy.deepcopy(layer(next(names))), **dict(case.settings))
     with torch.no_grad():
         for parameter in model.parameters():  # nothing is zero, and no two blocks are alike
             parameter += 0.1 * torch.randn_like(parameter)
@@ -116,8 +100,8 @@ def make_model(case: Case) -> LanguageModel:
 
 
 @cache
-def layer(name: str, *options: str) -> TTTLayer:
-    return build(f"layer={name}", "dim=16", "num_heads=2", "seed=0", *options)
+def layer(name: str) -> TTTLayer:
+    return build(f"layer={name}", "dim=16", "num_heads=2", "seed=0")
 
 
 def make_windows(case: Case) -> Tensor:
@@ -135,12 +119,10 @@ def one_process(case: Case) -> tuple[float, dict[str, Tensor | None]]:
 
 
 def part_of(case: Case) -> dict[str, Any]:
-    """In one of the processes: what `one_process` finds, and what was sent."""
+    """In one of the processes: what `one_process` finds."""
     mesh = init_device_mesh("cpu", (case.data, case.time), mesh_dim_names=("data", "time"))
-    line = Line(mesh["time"], in_flight=case.in_flight)
+    line = Line(mesh["time"])
     model = make_model(case)
-    scanned = [number for number, block in enumerate(model.blocks) if case.scan and scannable(block.layer, 16)]
-    assert may_scan(model, case.tokens // case.time) or not case.scan
     if case.sharded:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["data"])
@@ -148,10 +130,10 @@ def part_of(case: Case) -> dict[str, Any]:
         register_fsdp_forward_method(model, "cross_entropy")
     ids = make_windows(case).tensor_split(case.data)[mesh["data"].get_local_rank()]
     read, labels = line.own(ids[:, :-1]), line.own(ids[:, 1:])
-    count, losses = line.count_parts(len(ids)), []
-    for own, following in zip(read.tensor_split(count), labels.tensor_split(count), strict=True):
+    losses = []
+    for own, following in zip(read.split(1), labels.split(1), strict=True):
         reset = own == 3 if case.reset else None
-        with handed_on(model, line, scanned):
+        with handed_on(model, line):
             losses.append(model.cross_entropy(own, following, reset=reset)[0])
     loss = torch.stack(losses).sum() / (WINDOWS * case.tokens / WORLD)  # of what a process reads on average
     loss.backward()
@@ -162,10 +144,8 @@ def part_of(case: Case) -> dict[str, Any]:
     total = loss.detach() / WORLD
     dist.all_reduce(total)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    expected = {"linear_attention": 2, "mamba2": 2, "retnet": 2, "hybrid": 1}
-    assert len(scanned) == (expected[case.layer] if case.scan else 0)
     whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-    return {"loss": total.item(), "gradients": whole, "traffic": vars(line.traffic), "windows": len(ids)}
+    return {"loss": total.item(), "gradients": whole}
 
 
 def run(corpus: str, folder: str, *options: str) -> int:
@@ -275,7 +255,6 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
     [
         (("trainer.devices=3",), r"trainer.time_ranks=2 cannot divide the 3 processes .* trainer.devices=2,"),
         (("trainer.devices=4", "trainer.time_ranks=4", "data.context_length=3"), "=3 tokens cannot be divided among trainer.time_ranks=4"),
-        (("trainer.devices=2", "trainer.in_flight=5"), "trainer.in_flight=5 parts .* a batch has 4"),
         (("trainer=ddp", "trainer.time_ranks=2"), "trainer.time_ranks. belongs to trainer=time_parallel.*devices=2"),
         (("trainer.devices=2", "data=digits", "experiment=digits_pixel"), "is for text"),
     ],
@@ -317,28 +296,6 @@ class Hidden:
         self.h = torch.zeros(2)
 
 
-class Remembers(Reconstruction):
-    """Carries more than the last tokens."""
-
-    def convolved(self, projected: Any, state: Any, ctx: Any) -> Any:
-        found, tails = super().convolved(projected, state, ctx)
-        return found, tails | {"sum": state.get("sum", 0) + projected[0].sum(1)}
-
-
-class IgnoresProjections(Reconstruction):
-    def views(self, x: Tensor, state: Any, ctx: Any, projected: Any = None) -> Any:
-        return super().views(x, state, ctx)
-
-
-@pytest.mark.parametrize("task", [Remembers, IgnoresProjections])
-def test_tails_go_ahead_only_where_they_are_tails(task: type[Reconstruction]) -> None:
-    with_tails = copy.deepcopy(layer("mamba2"))
-    assert scannable(with_tails, 16)
-    with_tails.task.__class__ = task
-    assert not scannable(with_tails, 16)
-    assert not scannable(layer("linear_attention", "task.views=shared_qk"), 16)  # q and k of one projection
-
-
 def test_frames_hold_no_tensors() -> None:
     shared = torch.randn(2, 3, requires_grad=True)
     state = {"a": (shared, None), "b": [shared, torch.arange(3)], "phase": 5}
@@ -365,7 +322,7 @@ def test_the_benchmark_checks_and_measures() -> None:
     ((idle,), messages) = report.tables.values()
     assert 0 < idle["idle"] < 1 and idle["formula, per block"] == pytest.approx(1 / 5)
     weights, tail, tails = 64 * 64, 3 * 64, 3 * 3 * 64  # the block's convolution, and the layer's of q, k and v; the position
-    assert [row["D = 64"] for row in messages] == [4 * (weights + tail) + 8, 4 * (weights + tail + tails) + 8]
+    assert [row["D = 64"] for row in messages] == [4 * (2 * weights + tail) + 8, 4 * (weights + tail + tails) + 8]  # W0
 
 
 def many_messages() -> int:
