@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 BUCKET = 2**25  # numbers that are summed in one message
 
@@ -16,7 +15,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     """Replaces every gradient by its mean over the processes of a group, in place.
 
     A parameter that has no gradient counts as zeros where another process has one; where none has, it stays without.
-    Of a parameter that is divided among other processes (a DTensor), the parts at the same place are put together.
 
     Args:
         parameters: in the same order in every process.
@@ -25,24 +23,18 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if not wanted:
         return
-    device = _local(wanted[0]).device
-    there = torch.tensor([parameter.grad is not None for parameter in wanted], dtype=torch.uint8, device=device)
+    there = torch.tensor([one.grad is not None for one in wanted], dtype=torch.uint8, device=wanted[0].device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group)
     found = [parameter for parameter, one in zip(wanted, there.tolist(), strict=True) if one]
     for parameter in found:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([_local(parameter.grad) for parameter in found if parameter.grad is not None]):
+    for bucket in _buckets([parameter.grad for parameter in found if parameter.grad is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
         for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))
-
-
-def _local(x: Tensor) -> Tensor:
-    """The part of a tensor that is here."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:

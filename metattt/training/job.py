@@ -161,7 +161,7 @@ class Job:
         """
         if self.cfg.batch_tokens is not None:
             raise MetaTTTError("batch_tokens is for text: set data.batch_size and trainer.accumulate_grad_batches")
-        if hasattr(trainer.strategy, "on_block"):  # it divides language models, whose blocks it looks at
+        if getattr(trainer.strategy, "of_text", False):
             raise MetaTTTError("trainer=fsdp is for text, and so is trainer=time_parallel: set trainer=ddp, or default")
         self.divide(trainer, None, 1, self.unit)
 

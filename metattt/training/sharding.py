@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,23 +31,14 @@ from metattt.registry import register
 from metattt.training.building import Builder
 
 
-def build_divided(
-    build: Builder, mesh: DeviceMesh, on_block: Callable[[nn.Module], object] | None = None
-) -> LanguageModel:
+def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
     """Makes a model block by block, each divided among the processes before the next is made: no process ever holds the
     whole model.
 
-    The parameters are those of one process, as all draw the same random numbers in the same order. `on_block` is called
-    with every block before it is divided.
+    The parameters are those of one process, as all draw the same random numbers in the same order.
     """
     divide = partial(fully_shard, mesh=mesh)
-
-    def divided_block(block: nn.Module) -> None:
-        if on_block is not None:
-            on_block(block)
-        divide(block)
-
-    model = build.in_parts(divided_block)
+    model = build.in_parts(divide)
     divide(model)  # embedding, final norm and head
     for method in ("step", "cross_entropy"):  # generation and training call them in place of forward
         register_fsdp_forward_method(model, method)
@@ -72,6 +62,8 @@ class FullyShardedData(ModelParallelStrategy):
         timeout_minutes: that a process waits for another that hangs, before the run ends.
     """
 
+    of_text = True  #: it divides language models, block by block
+
     def __init__(self, timeout_minutes: float = 30.0) -> None:
         timeout = timedelta(minutes=timeout_minutes)
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True, timeout=timeout)
@@ -79,9 +71,6 @@ class FullyShardedData(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
-
-    def on_block(self, block: nn.Module) -> None:
-        """Called with every block before it is divided."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process

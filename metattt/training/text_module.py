@@ -64,9 +64,7 @@ class LanguageModeling(OuterLoop):
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
             assert self.build is not None
-            self.model = build_divided(
-                self.build, self.trainer.strategy.device_mesh["data_parallel"], self.trainer.strategy.on_block
-            )
+            self.model = build_divided(self.build, self.trainer.strategy.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
         if not divided(self.model):  # else it was checked while it was made; a part of a model cannot run

@@ -1,9 +1,8 @@
 """`trainer=time_parallel`: every sequence is read by several processes, each a part of its time.
 
 The processes form a mesh [data, time]: those of one row read the same windows, each its own tokens, and pass on
-the states of all layers (`metattt.parallel`); those of one column read the same part of different windows. Over the
-data axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is
-copied.
+the states of all layers (`metattt.parallel`); those of one column read the same part of different windows. Every
+process has a copy of the model.
 """
 
 from __future__ import annotations
@@ -14,36 +13,40 @@ from typing import Any
 
 import lightning
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from metattt.errors import MetaTTTError, check_integer
-from metattt.models.block import Block
 from metattt.parallel.cuts import check_cut, check_divisible
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line
 from metattt.registry import register
 from metattt.training.batches import shares
-from metattt.training.sharding import FullyShardedData, divided
 from metattt.training.text_module import LanguageModeling
 
-DATA, TIME = "data_parallel", "time"  # axes of the mesh; the first has the name of Lightning
+DATA, TIME = "data", "time"  # axes of the mesh
 
 
-class OverTime(ParallelStrategy):
-    """The base of strategies that divide the time: a mixin before the strategy of the data axis.
+@register(group="strategy", name="replicated_over_time")
+class ReplicatedOverTime(DDPStrategy):
+    """A copy of the model in every process, and the tokens of a window divided among some of them.
 
-    Attributes:
-        line: the processes of this one's sequences, once they have started.
+    Args:
+        time_ranks: processes that read one sequence; must divide their number.
+        timeout_minutes: that a process waits for another that hangs, before the run ends.
+
+    Raises:
+        MetaTTTError: a number below 1.
     """
 
-    line: Line
+    of_text = True  #: it divides the tokens of language models
+    line: Line  #: the processes of this one's sequences, once they have started
 
-    def divide(self, time_ranks: int) -> None:
-        """Takes the setting that both strategies have."""
+    def __init__(self, time_ranks: int = 2, timeout_minutes: float = 30.0) -> None:
         check_integer("trainer.time_ranks", time_ranks)
+        super().__init__(timeout=timedelta(minutes=timeout_minutes))
         self.time_ranks = time_ranks
 
     def check(self, context_length: int) -> None:
@@ -59,23 +62,16 @@ class OverTime(ParallelStrategy):
         shape = shares(self.world_size, self.time_ranks), self.time_ranks
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME))
         self.line = Line(mesh[TIME], frames(mesh))
-        self._use(mesh)
 
     def setup(self, trainer: lightning.Trainer) -> None:
         module: Any = self.lightning_module
         if not isinstance(module, LanguageModeling):
             raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
         module.line = self.line
-        if not divided(module.model):  # else every block was looked at while it was made
-            for block in module.model.blocks:
-                self.on_block(block)
+        for block in module.model.blocks:
+            check_divisible(block)
+            check_cut(block.layer, len(block.layer_norm.weight))
         super().setup(trainer)
-
-    def on_block(self, block: nn.Module) -> None:
-        """Raises an error for a layer that needs whole sequences."""
-        assert isinstance(block, Block)
-        check_divisible(block)
-        check_cut(block.layer, len(block.layer_norm.weight))
 
     def optimizer_step(
         self,
@@ -89,69 +85,15 @@ class OverTime(ParallelStrategy):
         def backward_and_average() -> Any:
             result = closure()
             self.line.finish()
-            average_gradients((p for group in optimizer.param_groups for p in group["params"]), self._copies)
+            assert dist.group.WORLD is not None
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            average_gradients(parameters, dist.group.WORLD)
             return result
 
         return super().optimizer_step(optimizer, backward_and_average, model, **kwargs)
 
-    def _use(self, mesh: DeviceMesh) -> None:
-        """The mesh has been made."""
-
-    @property
-    def _copies(self) -> dist.ProcessGroup:
-        """The processes whose gradients are left to be averaged."""
-        raise NotImplementedError
-
-
-@register(group="strategy", name="replicated_over_time")
-class ReplicatedOverTime(OverTime, DDPStrategy):
-    """A copy of the model in every process.
-
-    Args:
-        time_ranks: processes that read one sequence; must divide their number.
-        timeout_minutes: that a process waits for another that hangs, before the run ends.
-
-    Raises:
-        MetaTTTError: a number below 1.
-    """
-
-    def __init__(self, time_ranks: int = 2, timeout_minutes: float = 30.0) -> None:
-        super().__init__(timeout=timedelta(minutes=timeout_minutes))
-        self.divide(time_ranks)
-
     def configure_ddp(self) -> None:
         """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
-
-    @property
-    def _copies(self) -> dist.ProcessGroup:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
-
-@register(group="strategy", name="sharded_over_data")
-class ShardedOverData(OverTime, FullyShardedData):
-    """Parameters, gradients and Adam's moments divided among the processes of the data axis (FSDP2), copied over time.
-
-    Args:
-        time_ranks: as of `ReplicatedOverTime`.
-        timeout_minutes: as of `FullyShardedData`.
-
-    Raises:
-        MetaTTTError: a number below 1.
-    """
-
-    def __init__(self, time_ranks: int = 2, timeout_minutes: float = 30.0) -> None:
-        super().__init__(timeout_minutes)
-        self.divide(time_ranks)
-
-    def _use(self, mesh: DeviceMesh) -> None:
-        self._device_mesh = mesh
-        module: Any = self.lightning_module
-        module._device_mesh = mesh
-
-    @property
-    def _copies(self) -> dist.ProcessGroup:
-        return self.line.group
 
 
 def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:

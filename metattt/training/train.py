@@ -78,8 +78,6 @@ def _run(begin: Start, console: Console) -> int:
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
     job: Job = data.job(cfg)
-    if cfg.init_from == "":
-        raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
     trainer = _trainer(cfg)
     if is_first():

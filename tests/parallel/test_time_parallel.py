@@ -19,8 +19,6 @@ from runs_for_tests import log
 from speeds.time_parallel import TimeParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from metattt.cli import main
 from metattt.composition.compose import build, compose
@@ -41,7 +39,7 @@ TINY = (
 )  # fmt: skip
 RUNS = {
     "time": ("trainer=time_parallel", "trainer.time_ranks=4"),
-    "both": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2"),
+    "both": ("trainer=time_parallel", "trainer.time_ranks=2"),
 }
 TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
@@ -57,7 +55,6 @@ class Case(NamedTuple):
         data, time: the mesh.
         tokens: of a window.
         reset: documents start inside the windows.
-        sharded: parameters are divided among the processes of the data axis.
         settings: of the model.
         dtype: of parameters.
     """
@@ -67,7 +64,6 @@ class Case(NamedTuple):
     time: int
     tokens: int = TOKENS
     reset: bool = False
-    sharded: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float64
 
@@ -83,8 +79,6 @@ CASES = (
     Case("ttt_linear", 2, 2, settings=(("pre_conv", False), ("tie_embeddings", False))),
     Case("mamba2", 1, 4, tokens=51, reset=True),
     Case("retnet", 2, 2),
-    Case("hybrid", 2, 2, sharded=True),
-    Case("ttt_mlp", 4, 1, sharded=True),
 )  # fmt: skip
 
 
@@ -123,11 +117,6 @@ def part_of(case: Case) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (case.data, case.time), mesh_dim_names=("data", "time"))
     line = Line(mesh["time"])
     model = make_model(case)
-    if case.sharded:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh["data"])
-        register_fsdp_forward_method(model, "cross_entropy")
     ids = make_windows(case).tensor_split(case.data)[mesh["data"].get_local_rank()]
     read, labels = line.own(ids[:, :-1]), line.own(ids[:, 1:])
     losses = []
@@ -138,14 +127,12 @@ def part_of(case: Case) -> dict[str, Any]:
     loss = torch.stack(losses).sum() / (WINDOWS * case.tokens / WORLD)  # of what a process reads on average
     loss.backward()
     line.finish()
-    if not case.sharded:
-        average_gradients(model.parameters(), mesh["data"].get_group())
+    average_gradients(model.parameters(), mesh["data"].get_group())
     average_gradients(model.parameters(), line.group)
     total = loss.detach() / WORLD
     dist.all_reduce(total)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-    return {"loss": total.item(), "gradients": whole}
+    return {"loss": total.item(), "gradients": gradients}
 
 
 def run(corpus: str, folder: str, *options: str) -> int:
