@@ -2,8 +2,7 @@
 
 A state goes to the next process as two messages:
 
-- the *frame*: the state with a `Slot` in the place of every tensor, pickled. It travels only when it differs from the
-  frame before it of the same block; a number says so.
+- the *frame*: the state with a `Slot` in the place of every tensor, pickled, after the number of its bytes.
 - the *content*: the bytes of all tensors, in one buffer.
 
 Its derivatives come back as the content of those that there are, after a byte for each that says so.
@@ -69,32 +68,21 @@ class Line:
         self.frames = self.group if frames is None else frames
         self.ranks = dist.get_process_group_ranks(self.group)
         self.device = torch.empty(0, device=mesh.device_type).device  # with the number of this process's own
-        self._known: dict[tuple[str, object], bytes] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
 
     # -- what this process reads ---------------------------------------------------------------------------------------
 
     def own(self, x: Tensor) -> Tensor:
         """The part in time of `x` `[B, T, ...]` that this process reads: T / R tokens, one more where it does not
-        divide.
-
-        Raises:
-            MetaTTTError: fewer tokens than processes.
-        """
-        if x.shape[1] < self.size:
-            raise MetaTTTError(
-                f"{x.shape[1]} tokens cannot be divided among trainer.time_ranks={self.size} processes: "
-                "set data.context_length or trainer.time_ranks"
-            )
+        divide."""
         return x.tensor_split(self.size, dim=1)[self.rank]
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def send_state(self, key: object, state: Any) -> tuple[list[Slot], list[Tensor]]:
+    def send_state(self, state: Any) -> tuple[list[Slot], list[Tensor]]:
         """Sends a state to the next process, and returns its tensors with what stands for them in the frame.
 
         Args:
-            key: of the frames that are likely to be alike, e.g. the number of a block.
             state: tensors in tuples, lists and dictionaries, with plain values.
 
         Raises:
@@ -102,22 +90,17 @@ class Line:
         """
         frame, slots, tensors = frame_of(state)
         dumped, to = dump(frame), self.ranks[self.rank + 1]
-        again = self._known.get(("sent", key)) == dumped
-        self._known["sent", key] = dumped
-        self._send(torch.tensor([0 if again else len(dumped)]), to, self.frames)
-        if not again:
-            self._send(torch.frombuffer(bytearray(dumped), dtype=torch.uint8), to, self.frames)
+        self._send(torch.tensor([len(dumped)]), to, self.frames)
+        self._send(torch.frombuffer(bytearray(dumped), dtype=torch.uint8), to, self.frames)
         self._send_content([tensor.detach() for tensor in tensors], to)
         return slots, tensors
 
-    def receive_frame(self, key: object) -> tuple[Any, list[Slot]]:
+    def receive_frame(self) -> tuple[Any, list[Slot]]:
         """The frame of the state that the process before sends, and its slots in order."""
         source = self.ranks[self.rank - 1]
         (length,) = self._receive(torch.empty(1, dtype=torch.int64), source, self.frames).tolist()
-        if length:
-            dumped = self._receive(torch.empty(length, dtype=torch.uint8), source, self.frames)
-            self._known["received", key] = dumped.numpy().tobytes()
-        frame = pickle.loads(self._known["received", key])  # from another process of this run, as torch's own objects
+        dumped = self._receive(torch.empty(length, dtype=torch.uint8), source, self.frames)
+        frame = pickle.loads(dumped.numpy().tobytes())  # from another process of this run, as torch's own objects
         slots: dict[int, Slot] = {}
         fill(frame, lambda slot: slots.setdefault(slot.place, slot))
         return frame, [slots[place] for place in range(len(slots))]
@@ -143,8 +126,7 @@ class Line:
         """Waits until every message of this process has left: before other messages, and before the line is given
         up."""
         while self._leaving:
-            self._try(self._leaving[0][0].wait)
-            self._leaving.popleft()
+            self._leaving.popleft()[0].wait()
 
     def _receive_content(self, slots: Sequence[Slot], source: int) -> list[Tensor]:
         order = _order(slots)
@@ -165,24 +147,14 @@ class Line:
         # What leaves must stay until it has left: gloo drops a message that nobody holds, without a word. (It does not
         # tell which have left, either, so the oldest are waited for.)
         while self._leaving and (len(self._leaving) >= MANY or self._leaving[0][0].is_completed()):
-            self._try(self._leaving[0][0].wait)
-            self._leaving.popleft()
-        self._leaving.append((self._try(lambda: dist.isend(content, to, group=group)), content))
+            self._leaving.popleft()[0].wait()
+        self._leaving.append((dist.isend(content, to, group=group), content))
 
     def _receive(self, into: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
         started = time.perf_counter()
-        self._try(lambda: dist.recv(into, source, group=group))
+        dist.recv(into, source, group=group)
         self.waited += time.perf_counter() - started
         return into
-
-    def _try(self, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except RuntimeError as error:
-            raise MetaTTTError(
-                f"process {dist.get_rank()} has lost another one that reads the same sequences "
-                f"({', '.join(map(str, self.ranks))}): {str(error).splitlines()[0]}"
-            ) from error
 
 
 def frame_of(state: Any) -> tuple[Any, list[Slot], list[Tensor]]:

@@ -35,9 +35,9 @@ def handed_on(model: LanguageModel, line: Line) -> Iterator[None]:
     run_block = model.run_block
 
     def between(number: int, x: Tensor, _: None, __: None, *call: Any) -> tuple[Tensor, Any, Any]:
-        x, found = take(line, number, x)
+        x, found = take(line, x)
         x, *after = run_block(number, x, *(found or (None, None)), *call)
-        return hand_on(line, number, x, tuple(after)), *after
+        return hand_on(line, x, tuple(after)), *after
 
     model.__dict__["run_block"] = between
     try:
@@ -46,15 +46,15 @@ def handed_on(model: LanguageModel, line: Line) -> Iterator[None]:
         del model.__dict__["run_block"]
 
 
-def take(line: Line, key: object, anchor: Tensor) -> tuple[Tensor, Any]:
-    """What the process before hands on under this key; None where there is none.
+def take(line: Line, anchor: Tensor) -> tuple[Tensor, Any]:
+    """What the process before hands on; None where there is none.
 
     Its derivatives go back when those by `anchor`, as it is returned, are known: let everything depend on that
     which uses what was received.
     """
     if line.first:
         return anchor, None
-    frame, slots = line.receive_frame(key)
+    frame, slots = line.receive_frame()
     if torch.is_grad_enabled() and any(slot.differentiable for slot in slots):
         always = anchor.new_zeros(()).requires_grad_()  # derivatives go back whether or not the anchor has any
         anchor, *tensors = _Receive.apply(anchor, always, line, slots)
@@ -63,14 +63,14 @@ def take(line: Line, key: object, anchor: Tensor) -> tuple[Tensor, Any]:
     return anchor, fill(frame, lambda slot: tensors[slot.place])
 
 
-def hand_on(line: Line, key: object, anchor: Tensor, value: Any) -> Tensor:
+def hand_on(line: Line, anchor: Tensor, value: Any) -> Tensor:
     """Sends tensors in tuples, lists and dictionaries to the next process.
 
     Their derivatives are waited for when those by `anchor`, as it is returned, are known.
     """
     if line.last:
         return anchor
-    slots, tensors = line.send_state(key, value)
+    slots, tensors = line.send_state(value)
     handed = [(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True) if slot.differentiable]
     if not handed:
         return anchor

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import lightning
-import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
@@ -37,23 +36,12 @@ class ImageClassification(OuterLoop):
         if isinstance(loader, DataLoader) and hasattr(loader.dataset, "set_epoch"):
             loader.dataset.set_epoch(self.current_epoch)  # a stream of timm then reads its files in a new order
 
-    def shortest_loss(self) -> Tensor:
-        embed: Any = self.model.patch_embed
-        image = torch.zeros(1, embed.proj.in_channels, *embed.img_size, device=self.device)
-        return self.model(image).float().logsumexp(1).sum()
-
     def batch_loss(self, batch: Batch) -> Tensor:
-        return self._cross_entropy(batch, "mean")
-
-    def item_losses(self, batch: Batch) -> Tensor:
-        return self._cross_entropy(batch, "none")
-
-    def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
         images, labels = batch
         self._check(labels, least=0)
         if self.mixup is not None:  # it works in place; labels become probabilities [B, classes]
             images, labels = self.mixup(images.clone(), labels)
-        return F.cross_entropy(self.model(images).float(), labels, reduction=reduction)
+        return F.cross_entropy(self.model(images).float(), labels)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels = batch

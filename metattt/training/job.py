@@ -21,8 +21,8 @@ from metattt.training.batches import batch_share, plan_batches, recount_batches,
 
 
 class OuterLoop(lightning.LightningModule):
-    """Trains a model on batches. A subclass for a kind of data defines the loss of a batch (`batch_loss`,
-    `item_losses`) and the validation.
+    """Trains a model on batches. A subclass for a kind of data defines the loss of a batch (`batch_loss`) and
+    the validation.
 
     Args:
         model: the model.
@@ -43,13 +43,9 @@ class OuterLoop(lightning.LightningModule):
         """The loss of a batch, as a training step takes it."""
         raise NotImplementedError
 
-    def item_losses(self, batch: Any) -> Tensor:
-        """The loss of every item of a batch: `[B]` of images, `[B, T]` of tokens."""
-        raise NotImplementedError
-
-    def shortest_loss(self) -> Tensor:
-        """The loss of the smallest batch. Parameters that do not affect it may get no gradient in a step."""
-        raise NotImplementedError
+    def read(self, batch: Any) -> object:
+        """Runs the model on a batch, for who looks at its layers meanwhile."""
+        return self.model(batch[0])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.batch_loss(batch)

@@ -19,7 +19,7 @@ from metattt.checkpoints.record import RECORD, modules, record_config
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
 from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.io import read_text, write_whole
-from metattt.locking import FolderLock
+from metattt.locking import locked
 from metattt.metrics_file import STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
 
@@ -111,7 +111,7 @@ def opened(cfg: DictConfig, first: bool, say: Callable[[str], None]) -> Iterator
     except OSError as error:
         reason = "it is a file" if folder is not None and folder.is_file() else error.strerror
         raise MetaTTTError(f"output_dir={folder} cannot be used: {reason}; choose another folder") from error
-    with FolderLock(folder, "a training run") if first else nullcontext():
+    with locked(folder, "a training run") if first else nullcontext():
         yield _start(cfg, folder, source, first, say)
 
 

@@ -126,15 +126,9 @@ class LanguageModeling(OuterLoop):
     def _sums(self, ids: Tensor) -> Tensor:
         return self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
 
-    def item_losses(self, ids: Tensor) -> Tensor:
-        """The loss of every token of a batch `[B, T + 1]`: `[B, T]` nats, 0 where nothing is predicted."""
-        read, reset, labels = self._windows(ids)
-        losses, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN, reduction="none")
-        return losses
-
-    def shortest_loss(self) -> Tensor:
-        """The loss of one token. Parameters that do not affect it may get no gradient in a step."""
-        return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
+    def read(self, ids: Tensor) -> object:
+        read, reset, labels = self._windows(ids)  # whole windows, also where processes divide them
+        return self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         sums = self._sums(ids)

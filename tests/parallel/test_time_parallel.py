@@ -299,7 +299,7 @@ def pickled(frame: Any) -> Any:
     return pickle.loads(dump(frame))
 
 
-# -- the benchmark, and a process that ends ----------------------------------------------------------------------------
+# -- the benchmark, and a reader that is late ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -317,13 +317,13 @@ def many_messages() -> int:
     line = Line(init_device_mesh("cpu", (2,)))
     if line.first:
         for number in range(MANY + 20):
-            line.send_state("key", {"a": torch.full((3,), number), "b": torch.zeros(0)})
+            line.send_state({"a": torch.full((3,), number), "b": torch.zeros(0)})
         line.finish()
         return 0
     time.sleep(1)
     right = 0
     for number in range(MANY + 20):
-        frame, slots = line.receive_frame("key")
+        frame, slots = line.receive_frame()
         tensors = line.receive_state(slots)
         right += fill(frame, lambda slot, tensors=tensors: tensors[slot.place])["a"].tolist() == [number] * 3
     return right
@@ -333,25 +333,3 @@ def many_messages() -> int:
 def test_no_message_is_lost_when_the_reader_is_late() -> None:
     ((_, read),) = together(2, [(many_messages, ())], seconds=100)
     assert read == MANY + 20
-
-
-def one_that_ends(said: str) -> str:
-    """In one of the processes: the first ends before it sends what the second waits for."""
-    line = Line(init_device_mesh("cpu", (2,)))
-    if line.first:
-        os._exit(1)
-    try:
-        line.receive_frame(0)
-    except MetaTTTError as error:
-        Path(said).write_text(str(error))
-        os._exit(2)
-    return "nothing"
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_is_one_line_in_the_next(tmp_path: Path) -> None:
-    said = tmp_path / "said.txt"
-    with pytest.raises(MetaTTTError, match=r"processes \[0, 1\] of 2 ended without a result"):
-        together(2, [(one_that_ends, (str(said),))], seconds=100)
-    assert "process 1 has lost another one that reads the same sequences (0, 1)" in said.read_text()
-    assert len(said.read_text().splitlines()) == 1
