@@ -47,6 +47,10 @@ class OuterLoop(lightning.LightningModule):
         """Runs the model on a batch, for who looks at its layers meanwhile."""
         return self.model(batch[0])
 
+    def shortest_loss(self) -> Tensor:
+        """The loss of the smallest batch. Parameters that do not affect it may get no gradient in a step."""
+        raise NotImplementedError
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.batch_loss(batch)
         self.add_to_step(batch_idx, loss=(loss, torch.ones_like(loss)))

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from metattt.checkpoints.record import make_record
-from metattt.data.novel_views import GIVEN
+from metattt.data.novel_views import ASKED, GIVEN
 from metattt.data.sequences import Batch, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.measures.labelled import answers, losses_and_hits
@@ -33,6 +33,12 @@ class LabelledSequences(OuterLoop):
     def batch_loss(self, batch: Batch) -> Tensor:
         return losses_and_hits(*answers(self.model, *batch))[0].mean()
 
+    def shortest_loss(self) -> Tensor:
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        if hasattr(self.model, "vocab_size"):
+            return self.batch_loss((ids, ids))
+        return self.batch_loss((torch.zeros(1, 2, self.model.in_features, device=self.device), ids.float()))
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         losses, hits = losses_and_hits(*answers(self.model, *batch))
         count = torch.ones_like(losses).sum()
@@ -50,6 +56,11 @@ class Views(LabelledSequences):
 
     def on_fit_start(self) -> None:
         """Nothing to check: a given view may see every other."""
+
+    def shortest_loss(self) -> Tensor:
+        x = torch.zeros(1, 2, self.model.view_tokens, self.model.in_features, device=self.device)
+        x[:, 0, :, -1], x[:, 1, :, -1] = GIVEN, ASKED
+        return self.model(x.flatten(1, 2)).sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         losses = losses_and_hits(*answers(self.model, *batch))[0].double().view(len(batch[0]), -1).mean(1)

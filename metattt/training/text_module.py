@@ -130,6 +130,10 @@ class LanguageModeling(OuterLoop):
         read, reset, labels = self._windows(ids)  # whole windows, also where processes divide them
         return self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
 
+    def shortest_loss(self) -> Tensor:
+        """The loss of one token. Parameters that do not affect it may get no gradient in a step."""
+        return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
+
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         sums = self._sums(ids)
         self.add_to_step(batch_idx, **_figures(sums))

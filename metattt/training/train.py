@@ -210,7 +210,6 @@ def _quiet_lightning() -> None:
         "IterableDataset.? has",  # a length, which timm knows
         "overridden `transfer_batch_to_device`",
         "sync_dist=True",  # the sums are over all processes already
-        "find_unused_parameters=True was specified",  # where all have a gradient: looking costs nothing to speak of
         "returned a view tensor", "Grad strides do not match",  # nothing is done in place; of a convolution's gradient
     ):  # fmt: skip
         warnings.filterwarnings("ignore", f".*{message}.*")

@@ -43,6 +43,9 @@ class PartTuning(OuterLoop):
     def read(self, batch: Tensor) -> object:
         return self._nats(batch)
 
+    def shortest_loss(self) -> Tensor:
+        return self.batch_loss(next(self.parameters()).new_zeros(1, 2).long())
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         losses = self._nats(batch)
         self.add_to_validation(loss=(losses.sum(), losses.new_tensor(losses.numel())))
