@@ -144,7 +144,6 @@ class Job:
 
     kind = "data"  #: first word of the header
     unit = "sequences"  #: what a batch has a number of
-    in_parts = False  #: the model can be made block by block (trainer=fsdp)
 
     def __init__(self, cfg: DictConfig, data: Any):
         self.cfg, self.data = cfg, data

@@ -187,7 +187,7 @@ class TextJob(Job):
         MetaTTTError: text that cannot be used, or that has more tokens than the model.
     """
 
-    kind, unit, in_parts = "text", "tokens", True
+    kind, unit = "text", "tokens"
 
     def __init__(self, cfg: DictConfig, data: WindowData):
         super().__init__(cfg, data)

@@ -85,8 +85,7 @@ def _run(begin: Start, console: Console) -> int:
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
         for logger in trainer.loggers if not done else ():
             logger.log_hyperparams(settings)
-    in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
-    model = build.empty() if in_parts else build.whole()
+    model = build.empty() if isinstance(trainer.strategy, FullyShardedData) else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
