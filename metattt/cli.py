@@ -154,7 +154,7 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     if options.help:
         from metattt.composition.help import help_of
 
-        print(help_of(command, what, options.overrides))
+        print(help_of(command, what, [] if options.multirun else options.overrides))
         return 0
     if options.multirun:
         from metattt.sweeps.launch import sweep

@@ -43,6 +43,7 @@ def test_help_lists_the_keys_of_what_is_chosen(capsys: pytest.CaptureFixture[str
     ):
         assert any(line.startswith(expected) for line in lines), expected
     assert not any(line.startswith(("model.layer=", "layer.learner")) for line in lines)  # which are not set there
+    assert main(["train", "-m", "seed=0,1", "--help"]) == 0  # of a sweep as of a run
 
 
 def test_help_of_a_plug_in_and_of_a_folder(tmp_path: Path) -> None:
