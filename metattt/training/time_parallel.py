@@ -24,7 +24,6 @@ from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line
 from metattt.registry import register
 from metattt.training.batches import shares
-from metattt.training.text_module import LanguageModeling
 
 DATA, TIME = "data", "time"  # axes of the mesh
 
@@ -65,8 +64,6 @@ class ReplicatedOverTime(DDPStrategy):
 
     def setup(self, trainer: lightning.Trainer) -> None:
         module: Any = self.lightning_module
-        if not isinstance(module, LanguageModeling):
-            raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
         module.line = self.line
         for block in module.model.blocks:
             check_divisible(block)
@@ -97,12 +94,10 @@ class ReplicatedOverTime(DDPStrategy):
 
 
 def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Makes a process group of the host for every line of a mesh, and returns that of this process; None if the mesh's
+    """Makes a process group of the host for every row of a mesh, and returns that of this process; None if the mesh's
     own group works on the host."""
     if mesh.device_type == "cpu":
         return None
-    assert mesh.mesh_dim_names is not None
-    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(TIME), -1).reshape(-1, mesh[TIME].size())
-    group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), backend="gloo")
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist(), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
