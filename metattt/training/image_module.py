@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import lightning
+import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
