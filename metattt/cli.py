@@ -110,6 +110,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     if given[0] == "--version":
         print(f"metattt {_version()}")
         return 0
+    if given[0] in ("-sc", "--shell-completion"):  # as Hydra's scripts for shells call it
+        given.insert(0, "train")
     command, words = given[0], given[1:]
     if command in NAMED and words and re.fullmatch(NAMED[command][1], words[0]):
         words[0] = f"{NAMED[command][0]}={words[0]}"
@@ -147,14 +149,17 @@ def _see_the_working_directory() -> None:
 def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     """Runs a command, or prints what Hydra's options ask for; `composed` receives the configuration."""
     what, function = COMMANDS[command]
-    _see_the_working_directory()
-    from metattt.composition.application import parse, show
-
-    options = parse(words, command)
-    if options.help:
+    if {"-h", "--help"} & set(words):
         from metattt.composition.help import help_of
 
-        print(help_of(command, what, [] if options.multirun else options.overrides))
+        print(help_of(command, what, words))
+        return 0
+    _see_the_working_directory()
+    from metattt.composition.application import complete, parse, show
+
+    options = parse(words, command)
+    if options.shell_completion:
+        complete(options.overrides, tuple(COMMANDS))
         return 0
     if options.multirun:
         from metattt.sweeps.launch import sweep

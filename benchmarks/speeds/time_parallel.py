@@ -22,6 +22,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line, frame_of
 from metattt.parallel.relay import handed_on
+from metattt.parallel.scan import FIXED, scannable
 
 VOCAB, DIM, TOKENS = 16, 16, 8  # of the model, and for every process: next to nothing is computed
 HEAD, READ = 64, 64  # features of a head, and tokens read, where messages are weighed
@@ -138,7 +139,10 @@ def message_bytes(layer: str, dim: int) -> int:
     made = build(f"layer={layer}", f"dim={dim}", f"num_heads={dim // HEAD}")
     model = LanguageModel(VOCAB, dim, 1, lambda: made, ffn_dim=16)
     _, state = model.features(torch.zeros(1, READ, dtype=torch.long))
-    return sum(slot.nbytes for slot in frame_of((state.layers[0], state.tails[0]))[1])
+    handed = state.layers[0]
+    if scannable(made, dim):  # W0 stays behind
+        handed = handed._replace(weights={slot: named for slot, named in handed.weights.items() if slot not in FIXED})
+    return sum(slot.nbytes for slot in frame_of((handed, state.tails[0]))[1])
 
 
 def make(blocks: int, seconds: float, state: int) -> LanguageModel:
@@ -166,9 +170,9 @@ def measured(blocks: int, count: int, seconds: float, state: int, rounds: int) -
     step(model, line, 1)
     for _ in range(rounds):
         dist.barrier()
-        started, waited = time.perf_counter(), line.waited
+        started, waited = time.perf_counter(), line.traffic.waited
         step(model, line, count)
-        found.append((time.perf_counter() - started, line.waited - waited))
+        found.append((time.perf_counter() - started, line.traffic.waited - waited))
         line.finish()
     return found
 

@@ -21,6 +21,8 @@ ASSUMED = {
     "FLOP/s of a GPU": 400e12,
     "bytes/s between GPUs": 50e9,
     "seconds until a message arrives": 10e-6,
+    "bytes/s inside a node": 450e9,
+    "GPUs of a node": 8,
 }
 Row = dict[str, Any]
 
@@ -51,22 +53,31 @@ def idle(sequences: int, gpus: float, pieces: int = 1) -> float:
 
 
 def tables(root: Path = ROOT) -> dict[str, list[Row]]:
-    gpus, context = ASSUMED["GPUs"], ASSUMED["tokens of a context"]
+    gpus, context, node = ASSUMED["GPUs"], ASSUMED["tokens of a context"], ASSUMED["GPUs of a node"]
     handed = messages(root)
     took = {row["layer"]: row["ms"] for row in handed}
     segments = [
         {"R": ranks, "tokens": context // ranks, "cell (ms)": 1000 * cell(context / ranks)} for ranks in (64, 256, 1024)
     ]
     shares = [
-        {"sequences": count, "million tokens": count * context / 1e6, "idle": idle(count, gpus)} for count in (16, 32, 64, 256)
+        {"sequences": count, "million tokens": count * context / 1e6, "idle": idle(count, gpus), "idle, heads": idle(count, gpus / node)}
+        for count in (16, 32, 64, 256)
     ]
+    tokens = 16384  # of a segment whose heads are divided over a node
+    summed = 2 * ASSUMED["D"] * tokens * 2 * (node - 1) / node  # bytes of a ring's sum of activations of two bytes
+    last = segments[-1]["cell (ms)"] * ASSUMED["blocks"]
     others = {
         "hop over cell, ttt_mlp, R = 64": took["ttt_mlp"] / segments[0]["cell (ms)"],
         "hop over cell, ttt_mlp, R = 1024": took["ttt_mlp"] / segments[-1]["cell (ms)"],
+        "sums in a node (ms)": 2 * 1000 * summed / ASSUMED["bytes/s inside a node"],
+        "cell of a node's GPU (ms)": 1000 * cell(tokens / node),
         "idle, 8 segments in turn, 32 sequences": idle(32, gpus, pieces=8),
         "tokens kept, 32 sequences": 32 * context / gpus,
         "GB kept, 32 sequences": ASSUMED["blocks"] * (32 * context / gpus) * ASSUMED["D"] * 2 / 1e9,
         "GB of keys and values, half a context": 2 * 4 * ASSUMED["D"] * context / 2 / 1e9,
+        "hops of a scan (ms)": (gpus - 1) * took["linear_attention"],
+        "forward of a sequence (ms)": last,
+        "backward of a sequence (ms)": 2 * last,
     }
     return {
         "Messages": handed, "Segments": segments, "Idle": shares,

@@ -66,7 +66,7 @@ NOT_SET_THERE = {
 }
 """Keys that a constructor has and a configuration must not set, with what to do instead."""
 
-IN_FULL = {"trainer.time_ranks": "trainer.strategy.time_ranks"}
+IN_FULL = {f"trainer.{key}": f"trainer.strategy.{key}" for key in ("time_ranks", "in_flight", "tensor_ranks")}
 """Keys that may be given without the node of the trainer that they stand in."""
 
 OUTER_OPTIMIZERS = (

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +20,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.overrides import SEARCH_PATH, key_of, prepare, quoted
 from metattt.errors import MetaTTTError
 
@@ -55,8 +60,6 @@ def parse(words: Sequence[str], command: str) -> Namespace:
     options = parser.parse_intermixed_args(full)
     if options.config_path or options.config_name or options.experimental_rerun:
         raise MetaTTTError(f"`metattt {command}` has its configuration; --config-dir <folder> adds files of your own")
-    if options.shell_completion:
-        refuse("unrecognized arguments: --shell-completion")
     if options.config_dir is not None:
         folder = Path(options.config_dir).expanduser().absolute()
         if not folder.is_dir():
@@ -104,3 +107,35 @@ def show(options: Namespace, command: str, cfg: DictConfig) -> None:
             app.show_cfg(command, overrides, options.cfg, options.package, options.resolve)
         except SystemExit as error:
             raise MetaTTTError(missing) from error
+
+
+def complete(words: Sequence[str], commands: Sequence[str]) -> None:
+    """Prints what Hydra's `--shell-completion` prints: a script for a shell, or the words that may follow.
+
+    Args:
+        words: `install=bash`, `uninstall=bash` or `query=bash`.
+        commands: of metattt, the first words of a line.
+
+    Raises:
+        MetaTTTError: another word.
+    """
+    typed_line = os.environ.get("COMP_LINE", "")
+    typed = typed_line.split(maxsplit=2)
+    query = words[0].startswith("query=") if words else False
+    if query and (len(typed) < 2 or (len(typed) == 2 and not typed_line.endswith(" "))):
+        print(*(command for command in commands if command.startswith(typed[1] if len(typed) == 2 else "")))
+        return
+    job = typed[1] if query else "train"
+    if job not in commands:
+        return
+    load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
+    importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
+    rest = re.sub(r"(--config-dir|-cd)[ =](\S+)", rf"{SEARCH_PATH}=[file://\2]", typed[2] if len(typed) > 2 else "")
+    line = {"COMP_LINE": f"metattt {rest}"}
+    with application(job) as app, mock.patch.object(sys, "argv", ["metattt"]), mock.patch.dict(os.environ, line):
+        try:
+            app.shell_completion(job, list(words))
+        except ValueError as error:
+            raise MetaTTTError(" ".join(str(error).split())) from error
+        except SystemExit:  # of options that are half typed
+            return

@@ -55,7 +55,7 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
 @cache
 def _read(package: str) -> None:
     """Stores the schemas of a package; a module that cannot be read is imported."""
-    for module in registering(package):
+    for module, _ in registering(package):
         try:
             for found in registered(module):
                 store(*found)

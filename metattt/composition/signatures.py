@@ -38,16 +38,19 @@ class Registered(NamedTuple):
     parameters: list[inspect.Parameter]
 
 
-def registering(package: str) -> Iterator[str]:
-    """The modules of a package that register classes.
+def registering(package: str) -> Iterator[tuple[str, str]]:
+    """The modules of a package that register classes, or the module of that name, each with its source.
 
     Raises:
         Unreadable: there is no source.
     """
-    folder = find_source(package).parent
-    for file in sorted(folder.rglob("*.py")):
-        if "@register(" in file.read_text(encoding="utf-8"):
-            yield ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+    source = find_source(package)
+    whole = source.name == "__init__.py"
+    for file in sorted(source.parent.rglob("*.py")) if whole else [source]:
+        text = file.read_text(encoding="utf-8")
+        if "@register(" in text:
+            inside = file.relative_to(source.parent).with_suffix("").parts if whole else ()
+            yield ".".join((package, *inside)).removesuffix(".__init__"), text
 
 
 def registered(module: str) -> Iterator[Registered]:

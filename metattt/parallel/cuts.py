@@ -54,7 +54,8 @@ def check_cut(layer: nn.Module, dim: int) -> None:
     if not same(whole, torch.cat([before, after], dim=1)):
         raise MetaTTTError(
             f"{type(layer).__name__} needs all tokens of a sequence in one call: with the state of an earlier call "
-            "its outputs differ, so it needs trainer.time_ranks=1"
+            "its outputs "
+            "differ, so it needs trainer.time_ranks=1"
         )
 
 

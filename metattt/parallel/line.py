@@ -2,7 +2,8 @@
 
 A state goes to the next process as two messages:
 
-- the *frame*: the state with a `Slot` in the place of every tensor, pickled, after the number of its bytes.
+- the *frame*: the state with a `Slot` in the place of every tensor, pickled. It travels only when it differs from the
+  frame before it of the same block; a number says so.
 - the *content*: the bytes of all tensors, in one buffer.
 
 Its derivatives come back as the content of those that there are, after a byte for each that says so.
@@ -19,6 +20,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,37 +54,69 @@ class Slot(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass
+class Traffic:
+    """What a process has sent, and how long it has waited for others.
+
+    Attributes:
+        states: bytes of states that went to the next process.
+        derivatives: bytes that went back to the one before.
+        waited: seconds spent on waiting for messages (where the host waits for them: not with NCCL).
+    """
+
+    states: int = 0
+    derivatives: int = 0
+    waited: float = 0.0
+
+
 class Line:
     """The processes of one sequence in order of time, as one of them sees them.
 
     Args:
         mesh: one-dimensional, in order of time.
         frames: a group of the same processes that the host can use (gloo); None: that of the mesh.
+        in_flight: parts of a batch that are handed on one after the other, so that processes need not wait for each
+            other's whole batch; None: every sequence on its own.
     """
 
-    def __init__(self, mesh: DeviceMesh, frames: dist.ProcessGroup | None = None):
-        self.waited = 0.0  # seconds spent on waiting for messages (where the host waits for them: not with NCCL)
+    def __init__(self, mesh: DeviceMesh, frames: dist.ProcessGroup | None = None, in_flight: int | None = None):
+        self.mesh, self.in_flight, self.traffic = mesh, in_flight, Traffic()
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self.first, self.last = self.rank == 0, self.rank == self.size - 1  # whether it reads the beginning, the end
         self.group = mesh.get_group()
         self.frames = self.group if frames is None else frames
         self.ranks = dist.get_process_group_ranks(self.group)
         self.device = torch.empty(0, device=mesh.device_type).device  # with the number of this process's own
+        self._known: dict[tuple[str, object], bytes] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
 
     # -- what this process reads ---------------------------------------------------------------------------------------
 
     def own(self, x: Tensor) -> Tensor:
         """The part in time of `x` `[B, T, ...]` that this process reads: T / R tokens, one more where it does not
-        divide."""
+        divide.
+
+        Raises:
+            MetaTTTError: fewer tokens than processes.
+        """
+        if x.shape[1] < self.size:
+            raise MetaTTTError(
+                f"{x.shape[1]} tokens cannot be divided among trainer.time_ranks={self.size} processes: "
+                "set data.context_length or trainer.time_ranks"
+            )
         return x.tensor_split(self.size, dim=1)[self.rank]
+
+    def count_parts(self, batch: int) -> int:
+        """Into how many parts `batch` sequences are divided: at most one for each."""
+        return batch if self.in_flight is None else min(batch, self.in_flight)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def send_state(self, state: Any) -> tuple[list[Slot], list[Tensor]]:
+    def send_state(self, key: object, state: Any) -> tuple[list[Slot], list[Tensor]]:
         """Sends a state to the next process, and returns its tensors with what stands for them in the frame.
 
         Args:
+            key: of the frames that are likely to be alike, e.g. the number of a block.
             state: tensors in tuples, lists and dictionaries, with plain values.
 
         Raises:
@@ -90,17 +124,22 @@ class Line:
         """
         frame, slots, tensors = frame_of(state)
         dumped, to = dump(frame), self.ranks[self.rank + 1]
-        self._send(torch.tensor([len(dumped)]), to, self.frames)
-        self._send(torch.frombuffer(bytearray(dumped), dtype=torch.uint8), to, self.frames)
-        self._send_content([tensor.detach() for tensor in tensors], to)
+        again = self._known.get(("sent", key)) == dumped
+        self._known["sent", key] = dumped
+        self._send(torch.tensor([0 if again else len(dumped)]), to, self.frames)
+        if not again:
+            self._send(torch.frombuffer(bytearray(dumped), dtype=torch.uint8), to, self.frames)
+        self.traffic.states += self._send_content([tensor.detach() for tensor in tensors], to)
         return slots, tensors
 
-    def receive_frame(self) -> tuple[Any, list[Slot]]:
+    def receive_frame(self, key: object) -> tuple[Any, list[Slot]]:
         """The frame of the state that the process before sends, and its slots in order."""
         source = self.ranks[self.rank - 1]
         (length,) = self._receive(torch.empty(1, dtype=torch.int64), source, self.frames).tolist()
-        dumped = self._receive(torch.empty(length, dtype=torch.uint8), source, self.frames)
-        frame = pickle.loads(dumped.numpy().tobytes())  # from another process of this run, as torch's own objects
+        if length:
+            dumped = self._receive(torch.empty(length, dtype=torch.uint8), source, self.frames)
+            self._known["received", key] = dumped.numpy().tobytes()
+        frame = pickle.loads(self._known["received", key])  # from another process of this run, as torch's own objects
         slots: dict[int, Slot] = {}
         fill(frame, lambda slot: slots.setdefault(slot.place, slot))
         return frame, [slots[place] for place in range(len(slots))]
@@ -113,7 +152,7 @@ class Line:
         """Sends derivatives by the state that came in to the process that it came from; None where there is none."""
         to = self.ranks[self.rank - 1]
         self._send(torch.tensor([one is not None for one in derivatives], dtype=torch.uint8), to, self.frames)
-        self._send_content([one for one in derivatives if one is not None], to)
+        self.traffic.derivatives += self._send_content([one for one in derivatives if one is not None], to)
 
     def receive_back(self, slots: Sequence[Slot]) -> list[Tensor | None]:
         """Derivatives by the tensors of the state that was sent, from the process that it went to."""
@@ -126,7 +165,8 @@ class Line:
         """Waits until every message of this process has left: before other messages, and before the line is given
         up."""
         while self._leaving:
-            self._leaving.popleft()[0].wait()
+            self._try(self._leaving[0][0].wait)
+            self._leaving.popleft()
 
     def _receive_content(self, slots: Sequence[Slot], source: int) -> list[Tensor]:
         order = _order(slots)
@@ -137,24 +177,37 @@ class Line:
         found = dict(zip(order, pieces, strict=True))
         return [found[number].view(slot.dtype).view(slot.shape) for number, slot in enumerate(slots)]
 
-    def _send_content(self, tensors: Sequence[Tensor], to: int) -> None:
+    def _send_content(self, tensors: Sequence[Tensor], to: int) -> int:
         slots = [Slot(n, tuple(x.shape), x.dtype, False) for n, x in enumerate(tensors)]
         pieces = [tensors[number].contiguous().view(-1).view(torch.uint8) for number in _order(slots)]
-        if sum(map(len, pieces)):
-            self._send(torch.cat(pieces), to, self.group)
+        if not sum(map(len, pieces)):
+            return 0
+        content = torch.cat(pieces)
+        self._send(content, to, self.group)
+        return content.nbytes
 
     def _send(self, content: Tensor, to: int, group: dist.ProcessGroup) -> None:
         # What leaves must stay until it has left: gloo drops a message that nobody holds, without a word. (It does not
         # tell which have left, either, so the oldest are waited for.)
         while self._leaving and (len(self._leaving) >= MANY or self._leaving[0][0].is_completed()):
-            self._leaving.popleft()[0].wait()
-        self._leaving.append((dist.isend(content, to, group=group), content))
+            self._try(self._leaving[0][0].wait)
+            self._leaving.popleft()
+        self._leaving.append((self._try(lambda: dist.isend(content, to, group=group)), content))
 
     def _receive(self, into: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
         started = time.perf_counter()
-        dist.recv(into, source, group=group)
-        self.waited += time.perf_counter() - started
+        self._try(lambda: dist.recv(into, source, group=group))
+        self.traffic.waited += time.perf_counter() - started
         return into
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except RuntimeError as error:
+            raise MetaTTTError(
+                f"process {dist.get_rank()} has lost another one that reads the same sequences "
+                f"({', '.join(map(str, self.ranks))}): {str(error).splitlines()[0]}"
+            ) from error
 
 
 def frame_of(state: Any) -> tuple[Any, list[Slot], list[Tensor]]:
@@ -195,7 +248,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor):
             raise MetaTTTError(
                 "a layer's state keeps a tensor in an object of its own, and only tuples, lists and dictionaries can "
-                "be sent between processes: return such a state, or leave out trainer.time_ranks"
+                "be "
+                "sent between processes: return such a state, or leave out trainer.time_ranks"
             )
 
 

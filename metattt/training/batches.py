@@ -62,26 +62,31 @@ def batch_share(trainer: lightning.Trainer) -> tuple[int, int]:
     Raises:
         MetaTTTError: as `shares`.
     """
-    count = shares(trainer.world_size, getattr(trainer.strategy, "time_ranks", 1))
+    found = {name: getattr(trainer.strategy, name, 1) for name in ("time_ranks", "tensor_ranks")}
+    count = shares(trainer.world_size, **found)
     return trainer.global_rank * count // trainer.world_size, count
 
 
-def shares(world_size: int, time_ranks: int) -> int:
+def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
     """How many groups of processes read different windows.
 
     Args:
         world_size: number of processes.
         time_ranks: processes that read one window, each a part of its time.
+        tensor_ranks: processes that read the same tokens, each with some of the heads.
 
     Raises:
         MetaTTTError: processes that cannot be divided so.
     """
-    if world_size % time_ranks:
+    together = time_ranks * tensor_ranks
+    if world_size % together:
+        named = (("trainer.time_ranks", time_ranks), ("trainer.tensor_ranks", tensor_ranks))
+        said = " and ".join(f"{name}={value}" for name, value in named if value > 1)
         raise MetaTTTError(
-            f"trainer.time_ranks={time_ranks} cannot divide the {world_size} processes of the run: set "
-            f"trainer.devices={time_ranks}, or a multiple of it"
+            f"{said} cannot divide the {world_size} processes of the run: set trainer.devices={together}, or a "
+            "multiple of it"
         )
-    return world_size // time_ranks
+    return world_size // together
 
 
 def validate_between_steps(trainer: lightning.Trainer) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from metattt.errors import check_integer
 from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health, learning
+from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
 from metattt.training.divergence import listed, say
 from metattt.training.random_state import apart_from_the_run
@@ -61,6 +62,11 @@ class InnerHealth(lightning.Callback):
     ) -> None:
         if batch_idx or not self.every or self.runs % self.every:
             return
+        if several_meshes(pl_module.parameters()):  # heads divided among processes: no process has a layer's loss
+            if "divided" not in self.said:
+                say(trainer, "inner_health: not looked at, as trainer.tensor_ranks divides the heads")
+            self.said.append("divided")
+            return
         for line in self._news(self.look(pl_module, batch), pl_module):
             say(trainer, f"step {trainer.global_step}: {line}")
 
@@ -71,7 +77,7 @@ class InnerHealth(lightning.Callback):
         """The health of every layer on the first windows or images of a batch. Every process of a run takes part."""
         few = batch[: self.windows] if isinstance(batch, Tensor) else tuple(part[: self.windows] for part in batch)
         with apart_from_the_run(pl_module.device), torch.no_grad():
-            return inner_health(pl_module.model, lambda: pl_module.read(few))
+            return inner_health(pl_module.model, lambda: pl_module.item_losses(few))
 
     def _news(self, found: dict[int, Health], pl_module: Any) -> Iterator[str]:
         before, self.last = self.last, []

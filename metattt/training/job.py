@@ -21,8 +21,8 @@ from metattt.training.batches import batch_share, plan_batches, recount_batches,
 
 
 class OuterLoop(lightning.LightningModule):
-    """Trains a model on batches. A subclass for a kind of data defines the loss of a batch (`batch_loss`) and
-    the validation.
+    """Trains a model on batches. A subclass for a kind of data defines the loss of a batch (`batch_loss`,
+    `item_losses`) and the validation.
 
     Args:
         model: the model.
@@ -43,9 +43,9 @@ class OuterLoop(lightning.LightningModule):
         """The loss of a batch, as a training step takes it."""
         raise NotImplementedError
 
-    def read(self, batch: Any) -> object:
-        """Runs the model on a batch, for who looks at its layers meanwhile."""
-        return self.model(batch[0])
+    def item_losses(self, batch: Any) -> Tensor:
+        """The loss of every item of a batch: `[B]` of images, `[B, T]` of tokens."""
+        raise NotImplementedError
 
     def shortest_loss(self) -> Tensor:
         """The loss of the smallest batch. Parameters that do not affect it may get no gradient in a step."""
@@ -144,6 +144,7 @@ class Job:
 
     kind = "data"  #: first word of the header
     unit = "sequences"  #: what a batch has a number of
+    in_parts = False  #: the model can be made block by block (trainer=fsdp)
 
     def __init__(self, cfg: DictConfig, data: Any):
         self.cfg, self.data = cfg, data
@@ -160,7 +161,7 @@ class Job:
         """
         if self.cfg.batch_tokens is not None:
             raise MetaTTTError("batch_tokens is for text: set data.batch_size and trainer.accumulate_grad_batches")
-        if getattr(trainer.strategy, "of_text", False):
+        if hasattr(trainer.strategy, "on_block"):  # it divides language models, whose blocks it looks at
             raise MetaTTTError("trainer=fsdp is for text, and so is trainer=time_parallel: set trainer=ddp, or default")
         self.divide(trainer, None, 1, self.unit)
 

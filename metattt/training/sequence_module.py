@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metattt.checkpoints.record import make_record
 from metattt.data.novel_views import ASKED, GIVEN
-from metattt.data.sequences import Batch, SequenceData
+from metattt.data.sequences import NO_LABEL, Batch, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.measures.labelled import answers, losses_and_hits
 from metattt.models.language_model import LanguageModel
@@ -32,6 +32,12 @@ class LabelledSequences(OuterLoop):
 
     def batch_loss(self, batch: Batch) -> Tensor:
         return losses_and_hits(*answers(self.model, *batch))[0].mean()
+
+    def item_losses(self, batch: Batch) -> Tensor:
+        inputs, labels = batch
+        asked = labels != NO_LABEL if not labels.is_floating_point() else ~labels.isnan()
+        losses = losses_and_hits(*answers(self.model, inputs, labels))[0]
+        return torch.zeros(labels.shape, dtype=losses.dtype, device=losses.device).masked_scatter(asked, losses)
 
     def shortest_loss(self) -> Tensor:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)

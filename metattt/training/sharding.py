@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -25,20 +27,31 @@ from torch.optim import Optimizer
 from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights, write_checkpoint
 from metattt.checkpoints.tensors import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.heads import divide_heads
 from metattt.registry import register
+from metattt.training.batches import shares
 from metattt.training.building import Builder
 
 
-def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
+def build_divided(
+    build: Builder, mesh: DeviceMesh, on_block: Callable[[nn.Module], object] | None = None
+) -> LanguageModel:
     """Makes a model block by block, each divided among the processes before the next is made: no process ever holds the
     whole model.
 
-    The parameters are those of one process, as all draw the same random numbers in the same order.
+    The parameters are those of one process, as all draw the same random numbers in the same order. `on_block` is called
+    with every block before it is divided.
     """
     divide = partial(fully_shard, mesh=mesh)
-    model = build.in_parts(divide)
+
+    def divided_block(block: nn.Module) -> None:
+        if on_block is not None:
+            on_block(block)
+        divide(block)
+
+    model = build.in_parts(divided_block)
     divide(model)  # embedding, final norm and head
     for method in ("step", "cross_entropy"):  # generation and training call them in place of forward
         register_fsdp_forward_method(model, method)
@@ -59,18 +72,40 @@ class FullyShardedData(ModelParallelStrategy):
     processes under any strategy, and so are the checkpoints of other strategies here.
 
     Args:
+        tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
+            same windows. Must divide the number of processes.
         timeout_minutes: that a process waits for another that hangs, before the run ends.
+
+    Raises:
+        MetaTTTError: a number below 1.
     """
 
-    of_text = True  #: it divides language models, block by block
-
-    def __init__(self, timeout_minutes: float = 30.0) -> None:
+    def __init__(self, tensor_ranks: int = 1, timeout_minutes: float = 30.0) -> None:
+        check_integer("trainer.tensor_ranks", tensor_ranks)
         timeout = timedelta(minutes=timeout_minutes)
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True, timeout=timeout)
+        super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True, timeout=timeout)
+        self.tensor_ranks = tensor_ranks
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._data_parallel_size = shares(self.num_nodes * self.num_processes, tensor_ranks=self.tensor_ranks)
         super().setup_environment()
+
+    def on_block(self, block: nn.Module) -> None:
+        """Divides the heads of a block; FSDP2 divides the parts again afterwards."""
+        if self.tensor_ranks > 1:
+            divide_heads(block, self.device_mesh["tensor_parallel"])
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: lightning.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.tensor_ranks > 1:  # torch takes parameters together only where all are divided in the same way
+            for group in optimizer.param_groups:
+                group["foreach"] = False
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process

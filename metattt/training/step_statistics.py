@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from metattt.measures.flops import flops_per_image, flops_per_window
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.gradients import several_meshes, total_norm
 from metattt.registry import register
 from metattt.training.batches import batch_share
 
@@ -56,7 +57,7 @@ class StepStatistics(lightning.Callback):
     ) -> None:
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         if gradients:
-            norm = get_total_norm(gradients)
+            norm = total_norm(gradients) if several_meshes(gradients) else get_total_norm(gradients)
             pl_module.log("gradient_norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def on_train_batch_end(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,8 +22,10 @@ from metattt.generation.sampling import generate
 from metattt.generation.text import ends
 from metattt.measures.ngram import NGram
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.gradients import clip_norm, several_meshes
 from metattt.parallel.line import Line
 from metattt.parallel.relay import handed_on
+from metattt.parallel.scan import may_scan
 from metattt.training.callbacks import LossCurve
 from metattt.training.job import Job, OuterLoop
 from metattt.training.recipes import AdamW
@@ -57,6 +60,7 @@ class LanguageModeling(OuterLoop):
         super().__init__(model, recipe, record)
         self.document_start = document_start
         self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
+        self.scanned: Collection[int] = ()  # blocks with time-parallel scans there
         self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
@@ -64,7 +68,9 @@ class LanguageModeling(OuterLoop):
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
             assert self.build is not None
-            self.model = build_divided(self.build, self.trainer.strategy.device_mesh["data_parallel"])
+            self.model = build_divided(
+                self.build, self.trainer.strategy.device_mesh["data_parallel"], self.trainer.strategy.on_block
+            )
 
     def on_fit_start(self) -> None:
         if not divided(self.model):  # else it was checked while it was made; a part of a model cannot run
@@ -73,14 +79,15 @@ class LanguageModeling(OuterLoop):
     def sums(self, ids: Tensor) -> Tensor:
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes:
         `[3]`. Labels that are `NO_TOKEN` do not count."""
-        (read, reset, labels), parts = self._windows(ids), 1
-        if self.line is not None:  # every window on its own: processes need not wait for each other's whole batch
-            read, labels, parts = self.line.own(read), self.line.own(labels), len(ids)
+        (read, reset, labels), parts, scanned = self._windows(ids), 1, self.scanned
+        if self.line is not None:
+            scanned = scanned if may_scan(self.model, read.shape[1] // self.line.size) else ()
+            read, labels, parts = self.line.own(read), self.line.own(labels), self.line.count_parts(len(ids))
             reset = None if reset is None else self.line.own(reset)
         resets = [None] * parts if reset is None else reset.tensor_split(parts)
         losses = []
         for own, following, starts in zip(read.tensor_split(parts), labels.tensor_split(parts), resets, strict=True):
-            with nullcontext() if self.line is None else handed_on(self.model, self.line):
+            with nullcontext() if self.line is None else handed_on(self.model, self.line, scanned):
                 nats, _ = self.model.cross_entropy(own, following, reset=starts, ignore_index=NO_TOKEN)
             losses.append(nats)
         return self._with_counts(torch.stack(losses).sum(), labels)
@@ -126,9 +133,11 @@ class LanguageModeling(OuterLoop):
     def _sums(self, ids: Tensor) -> Tensor:
         return self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
 
-    def read(self, ids: Tensor) -> object:
-        read, reset, labels = self._windows(ids)  # whole windows, also where processes divide them
-        return self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
+    def item_losses(self, ids: Tensor) -> Tensor:
+        """The loss of every token of a batch `[B, T + 1]`: `[B, T]` nats, 0 where nothing is predicted."""
+        read, reset, labels = self._windows(ids)
+        losses, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN, reduction="none")
+        return losses
 
     def shortest_loss(self) -> Tensor:
         """The loss of one token. Parameters that do not affect it may get no gradient in a step."""
@@ -140,6 +149,18 @@ class LanguageModeling(OuterLoop):
         # divided by what the processes read on average: of one window, some may have a token more than others
         whole = 1 if self.line is None else self.line.size
         return sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm") and several_meshes(parameters):
+            clip_norm(parameters, gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
         self.add_to_validation(**_figures(self.sums(ids)))
@@ -187,7 +208,7 @@ class TextJob(Job):
         MetaTTTError: text that cannot be used, or that has more tokens than the model.
     """
 
-    kind, unit = "text", "tokens"
+    kind, unit, in_parts = "text", "tokens", True
 
     def __init__(self, cfg: DictConfig, data: WindowData):
         super().__init__(cfg, data)
@@ -230,7 +251,7 @@ class TextJob(Job):
         data = self.data
         self.divide(trainer, self.cfg.batch_tokens, data.context_length, "windows")
         if (fits := getattr(trainer.strategy, "check", None)) is not None:  # trainer=time_parallel
-            fits(data.context_length)
+            fits(data.context_length, data.batch_size)
         if trainer.is_global_zero and data.baselines:
             windows, sizes = data.windows("train"), data.tokenizer.token_bytes.numpy()
             orders = [order for order in ORDERS if order < 3 or windows.size <= MOST_SORTED]

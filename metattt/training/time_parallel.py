@@ -1,8 +1,9 @@
 """`trainer=time_parallel`: every sequence is read by several processes, each a part of its time.
 
-The processes form a mesh [data, time]: those of one row read the same windows, each its own tokens, and pass on
-the states of all layers (`metattt.parallel`); those of one column read the same part of different windows. Every
-process has a copy of the model.
+The processes form a mesh [data, time, heads]: those of one row read the same windows, each its own tokens, and pass on
+the states of all layers (`metattt.parallel`); those of one column read the same part of different windows. Over the
+data axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is
+copied.
 """
 
 from __future__ import annotations
@@ -13,62 +14,97 @@ from typing import Any
 
 import lightning
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from metattt.errors import MetaTTTError, check_integer
+from metattt.models.block import Block
 from metattt.parallel.cuts import check_cut, check_divisible
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line
+from metattt.parallel.scan import scannable
 from metattt.registry import register
 from metattt.training.batches import shares
+from metattt.training.sharding import FullyShardedData, divided
+from metattt.training.text_module import LanguageModeling
 
-DATA, TIME = "data", "time"  # axes of the mesh
+DATA, TIME, TENSOR = "data_parallel", "time", "tensor_parallel"  # axes of the mesh; two have the names of Lightning
 
 
-@register(group="strategy", name="replicated_over_time")
-class ReplicatedOverTime(DDPStrategy):
-    """A copy of the model in every process, and the tokens of a window divided among some of them.
+class OverTime(ParallelStrategy):
+    """The base of strategies that divide the time: a mixin before the strategy of the data axis.
 
-    Args:
-        time_ranks: processes that read one sequence; must divide their number.
-        timeout_minutes: that a process waits for another that hangs, before the run ends.
-
-    Raises:
-        MetaTTTError: a number below 1.
+    Attributes:
+        line: the processes of this one's sequences, once they have started.
+        scanned: numbers of the blocks with a time-parallel scan.
+        made: number of blocks so far.
     """
 
-    of_text = True  #: it divides the tokens of language models
-    line: Line  #: the processes of this one's sequences, once they have started
+    line: Line
+    scanned: list[int]
+    made: int
 
-    def __init__(self, time_ranks: int = 2, timeout_minutes: float = 30.0) -> None:
+    def divide(self, time_ranks: int, in_flight: int | None) -> None:
+        """Takes the settings that both strategies have."""
         check_integer("trainer.time_ranks", time_ranks)
-        super().__init__(timeout=timedelta(minutes=timeout_minutes))
-        self.time_ranks = time_ranks
+        if in_flight is not None:
+            check_integer("trainer.in_flight", in_flight)
+        self.time_ranks, self.in_flight = time_ranks, in_flight
+        self.scanned, self.made = [], 0
 
-    def check(self, context_length: int) -> None:
-        """Raises an error for windows of fewer tokens than processes; called before anything is read."""
+    def check(self, context_length: int, batch_size: int) -> None:
+        """Raises an error for windows that cannot be divided; called before anything is read.
+
+        Args:
+            context_length: tokens per window.
+            batch_size: windows per batch of the processes that read the same ones.
+
+        Raises:
+            MetaTTTError: fewer tokens than processes, or fewer windows than parts in flight.
+        """
         if context_length < self.time_ranks:
             raise MetaTTTError(
                 f"data.context_length={context_length} tokens cannot be divided among "
                 f"trainer.time_ranks={self.time_ranks} processes: set one of them"
             )
+        if self.in_flight is not None and batch_size < self.in_flight:
+            raise MetaTTTError(
+                f"trainer.in_flight={self.in_flight} parts need as many windows, and a batch has {batch_size}: "
+                "set data.batch_size, or trainer.in_flight=null"
+            )
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        shape = shares(self.world_size, self.time_ranks), self.time_ranks
-        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME))
-        self.line = Line(mesh[TIME], frames(mesh))
+        sizes = self.time_ranks, getattr(self, "tensor_ranks", 1)
+        shape = (shares(self.world_size, *sizes), *sizes)
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME, TENSOR))
+        self.line = Line(mesh[TIME], frames(mesh), self.in_flight)
+        self._use(mesh)
 
     def setup(self, trainer: lightning.Trainer) -> None:
         module: Any = self.lightning_module
-        module.line = self.line
-        for block in module.model.blocks:
-            check_divisible(block)
-            check_cut(block.layer, len(block.layer_norm.weight))
+        if not isinstance(module, LanguageModeling):
+            raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
+        module.line, module.scanned = self.line, self.scanned
+        if not divided(module.model):  # else every block was looked at while it was made
+            self.scanned.clear()
+            self.made = 0
+            for block in module.model.blocks:
+                self.on_block(block)
         super().setup(trainer)
+
+    def on_block(self, block: nn.Module) -> None:
+        """Checks the layer: raises an error if it needs whole sequences, and finds out whether its state allows a
+        scan."""
+        assert isinstance(block, Block)
+        check_divisible(block)
+        dim = len(block.layer_norm.weight)
+        check_cut(block.layer, dim)
+        if scannable(block.layer, dim):
+            self.scanned.append(self.made)
+        self.made += 1
 
     def optimizer_step(
         self,
@@ -82,22 +118,86 @@ class ReplicatedOverTime(DDPStrategy):
         def backward_and_average() -> Any:
             result = closure()
             self.line.finish()
-            assert dist.group.WORLD is not None
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            average_gradients(parameters, dist.group.WORLD)
+            average_gradients((p for group in optimizer.param_groups for p in group["params"]), self._copies)
             return result
 
         return super().optimizer_step(optimizer, backward_and_average, model, **kwargs)
 
+    def _use(self, mesh: DeviceMesh) -> None:
+        """The mesh has been made."""
+
+    @property
+    def _copies(self) -> dist.ProcessGroup:
+        """The processes whose gradients are left to be averaged."""
+        raise NotImplementedError
+
+
+@register(group="strategy", name="replicated_over_time")
+class ReplicatedOverTime(OverTime, DDPStrategy):
+    """A copy of the model in every process.
+
+    Args:
+        time_ranks: processes that read one sequence; must divide their number.
+        in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
+        timeout_minutes: that a process waits for another that hangs, before the run ends.
+
+    Raises:
+        MetaTTTError: a number below 1.
+    """
+
+    def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
+        super().__init__(timeout=timedelta(minutes=timeout_minutes))
+        self.divide(time_ranks, in_flight)
+
     def configure_ddp(self) -> None:
         """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
 
+    @property
+    def _copies(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+
+@register(group="strategy", name="sharded_over_data")
+class ShardedOverData(OverTime, FullyShardedData):
+    """Parameters, gradients and Adam's moments divided among the processes of the data axis (FSDP2), copied over time.
+
+    Args:
+        time_ranks, in_flight: as of `ReplicatedOverTime`.
+        tensor_ranks, timeout_minutes: as of `FullyShardedData`.
+
+    Raises:
+        MetaTTTError: a number below 1.
+    """
+
+    def __init__(
+        self, time_ranks: int = 2, in_flight: int | None = None, tensor_ranks: int = 1, timeout_minutes: float = 30.0
+    ) -> None:
+        super().__init__(tensor_ranks, timeout_minutes)
+        self.divide(time_ranks, in_flight)
+
+    def on_block(self, block: nn.Module) -> None:
+        """Checks the layer, then divides its heads."""
+        OverTime.on_block(self, block)
+        FullyShardedData.on_block(self, block)
+
+    def _use(self, mesh: DeviceMesh) -> None:
+        self._device_mesh = mesh
+        module: Any = self.lightning_module
+        module._device_mesh = mesh
+
+    @property
+    def _copies(self) -> dist.ProcessGroup:
+        return self.line.group
+
 
 def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Makes a process group of the host for every row of a mesh, and returns that of this process; None if the mesh's
+    """Makes a process group of the host for every line of a mesh, and returns that of this process; None if the mesh's
     own group works on the host."""
     if mesh.device_type == "cpu":
         return None
-    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist(), backend="gloo")
+    assert mesh.mesh_dim_names is not None
+    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(TIME), -1).reshape(-1, mesh[TIME].size())
+    group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group

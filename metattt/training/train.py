@@ -78,6 +78,8 @@ def _run(begin: Start, console: Console) -> int:
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
     job: Job = data.job(cfg)
+    if cfg.init_from == "":
+        raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
     trainer = _trainer(cfg)
     if is_first():
@@ -85,7 +87,8 @@ def _run(begin: Start, console: Console) -> int:
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
         for logger in trainer.loggers if not done else ():
             logger.log_hyperparams(settings)
-    model = build.empty() if isinstance(trainer.strategy, FullyShardedData) else build.whole()
+    in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
+    model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)

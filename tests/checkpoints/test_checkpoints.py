@@ -95,7 +95,7 @@ def test_names_and_targets_are_there_and_back() -> None:
     config: Any = OmegaConf.to_container(compose("layer=nested_ttt", "trainer=fsdp", "callbacks=inner_warmup"))
     named = to_names(config)
     assert named["learner"]["layer"]["optimizer"]["_component_"] == "optimizer=gradient_descent"
-    settings = {"timeout_minutes": 30.0}
+    settings = {"tensor_ranks": 1, "timeout_minutes": 30.0}
     assert named["trainer"]["strategy"] == {"_component_": "strategy=fully_sharded", "_version_": 1} | settings
     assert named["trainer"]["_target_"] == "lightning.Trainer"  # not ours to move
     assert to_targets(named, "here") == config

@@ -1,14 +1,18 @@
-"""What the command line shows: help, configurations, what Hydra tells."""
+"""What the command line shows: help, configurations, what Hydra tells, completion in a shell."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from metattt.cli import COMMANDS, main
+from metattt.composition.aliases import NOT_SET_THERE
 from metattt.composition.choices import groups
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
@@ -23,27 +27,48 @@ def test_help_and_configuration_of_every_command(command: str, capsys: pytest.Ca
     assert OmegaConf.create(capsys.readouterr().out) == compose(job=command)
 
 
-def test_the_list_of_commands_waits_for_no_library() -> None:
-    code = "import sys; from metattt.cli import main; main(['--help'])\n"
-    code += "assert 'torch' not in sys.modules and 'hydra' not in sys.modules; main(['train', '--help'])\n"
-    code += "assert 'torch' not in sys.modules"
+def test_help_is_fast() -> None:
+    code = "import sys; from metattt.cli import main; main(['--help']); main(['train', '--help'])\n"
+    code += "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_help_lists_the_keys_of_what_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "layer=gated_delta_net", "block_style=plain", "preset=125m", "dim=36", "--help"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for expected in (
-        "layer=gated_delta_net",  # the title of its keys
-        "layer.output_norm=true before the output projection: true (LayerNorm",  # said in another file of the group
-        "training.lr=0.003 peak learning rate",
-        "callbacks.divergence.on_divergence=${on_divergence} stop, skip",
-        "task.short_conv=null taps of convolutions",  # block_style's
-        "model.num_layers=12",  # preset's
-    ):
-        assert any(line.startswith(expected) for line in lines), expected
-    assert not any(line.startswith(("model.layer=", "layer.learner")) for line in lines)  # which are not set there
-    assert main(["train", "-m", "seed=0,1", "--help"]) == 0  # of a sweep as of a run
+@pytest.mark.parametrize(
+    ("job", "given"),
+    [
+        ("train", []),
+        ("train", ["layer=ttt_mlp", "learner=swiglu", "trainer=fsdp", "training=muon"]),
+        ("train", ["layer=titans_mag", "callbacks=inner_warmup", "logger=wandb"]),
+        ("train", ["layer=gated_delta_net", "block_style=plain", "preset=125m"]),
+        ("train", ["experiment=table1/linear_attention"]),
+        ("check", ["layer=longhorn"]),
+    ],
+)
+def test_help_lists_the_keys_of_what_is_chosen(job: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, with the values that the command would take: Hydra is asked."""
+    assert main([job, *given, "--help"]) == 0
+    listed = re.findall(r"^    ([\w.]+)=(.*?)(?:  .*)?$", capsys.readouterr().out, re.MULTILINE)
+    expected: dict[str, Any] = {}
+
+    def read(text: str) -> Any:
+        try:
+            return float(text)
+        except ValueError:
+            return yaml.safe_load(text)
+
+    def flatten(node: Any, prefix: str) -> None:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            name = f"{prefix}.{key}"
+            if isinstance(value, dict) and value:
+                flatten(value, name)
+            elif name not in NOT_SET_THERE and not key.startswith("_"):
+                expected[name] = value
+
+    cfg = OmegaConf.to_container(compose(*given, job=job))
+    assert isinstance(cfg, dict)
+    for group in groups(job):
+        flatten(cfg.get(group), group)
+    assert {key: read(value) for key, value in listed} == expected
 
 
 def test_help_of_a_plug_in_and_of_a_folder(tmp_path: Path) -> None:
@@ -64,6 +89,7 @@ def test_help_of_a_plug_in_and_of_a_folder(tmp_path: Path) -> None:
     code = (
         "import sys; from metattt.cli import main\n"
         "assert main(['train', '--config-dir', 'mine', '--help']) == 0\n"
+        "assert not {'torch', 'hydra', 'waves'} & set(sys.modules)\n"
         "assert main(['train', '--config-dir', 'mine', 'layer=bent', '--help']) == 0"
     )
     paths = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parents[2])))
@@ -126,6 +152,25 @@ def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert OmegaConf.create(capsys.readouterr().out).hydra.launcher._target_.endswith("BasicLauncher")
     assert main(["train", "dim=8", "--cfg", "all", "-p", "dim"]) == 0
     assert capsys.readouterr().out.strip() == "8"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("metattt tr", ["train"]),
+        ("metattt train layer=ttt_mlp learner.exp", ["learner.expansion="]),
+        ("metattt train -m seed=0,1 trainer.max_st", ["trainer.max_steps="]),
+        ("metattt train --config-dir my_files experiment=mi", ["experiment=mine"]),
+        ("metattt train --config-dir", None),
+    ],
+)
+def test_completion(
+    line: str, expected: list[str] | None, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine.rename(mine.parent / "my_files")
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    assert expected is None or capsys.readouterr().out.split() == expected
 
 
 @pytest.mark.parametrize("words", [["--help"], ["layers"]])

@@ -19,6 +19,8 @@ from runs_for_tests import log
 from speeds.time_parallel import TimeParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from metattt.cli import main
 from metattt.composition.compose import build, compose
@@ -27,8 +29,11 @@ from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
+from metattt.parallel.heads import divide_heads
 from metattt.parallel.line import MANY, Line, dump, fill, frame_of
 from metattt.parallel.relay import handed_on
+from metattt.parallel.scan import may_scan, scannable
+from metattt.tasks.reconstruction import Reconstruction
 from metattt.training.train import train
 
 WORLD = 4
@@ -37,13 +42,22 @@ TINY = (
     "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "training.lr=5e-3",
     "trainer.max_steps=4", "trainer.val_check_interval=2", "sample=false",
 )  # fmt: skip
+NOT_DIVIDED = (
+    ("ttt_linear", (), "num_heads=2 cannot be divided among trainer.tensor_ranks=4"),
+    ("retnet", ("num_heads=4",), "cannot be divided among processes: some heads give other outputs"),
+)
 RUNS = {
     "time": ("trainer=time_parallel", "trainer.time_ranks=4"),
-    "both": ("trainer=time_parallel", "trainer.time_ranks=2"),
+    "both": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2"),
+    "heads": ("trainer=fsdp", "trainer.tensor_ranks=2"),
+    "time_and_heads": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2", "trainer.tensor_ranks=2"),
 }
 TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
 LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
+SCANNED = ("linear_attention", "mamba2", "retnet")
+PLAIN = ("block_style=plain",)  # without convolutions, whose tails go ahead of the state
+BLOCKS = ("kda", "hgrn2", "rwkv7")  # their norms and gates
 OTHERS = ("mamba2", "titans", "nested_transformer")
 
 
@@ -54,31 +68,54 @@ class Case(NamedTuple):
         layer: of all blocks, or `hybrid`.
         data, time: the mesh.
         tokens: of a window.
+        in_flight: parts of a batch.
         reset: documents start inside the windows.
+        sharded: parameters are divided among the processes of the data axis.
         settings: of the model.
         dtype: of parameters.
+        scan: states that can be scanned are.
+        tensor: processes that divide the heads.
+        options: of the layer.
     """
 
     layer: str
     data: int
     time: int
     tokens: int = TOKENS
+    in_flight: int | None = None
     reset: bool = False
+    sharded: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float64
+    scan: bool = False
+    tensor: int = 1
+    options: tuple[str, ...] = ()
 
 
 CASES = (
     *(Case(layer, 1, 4) for layer in LAYERS),
     *(Case(layer, 2, 2) for layer in (*LAYERS, *OTHERS)),
     Case("ttt_linear", 1, 4, dtype=torch.float32),
-    Case("hybrid", 1, 4, tokens=50),
+    Case("hybrid", 2, 2, in_flight=1),
+    Case("hybrid", 1, 4, tokens=50, in_flight=3),
     Case("hybrid", 2, 2, tokens=49, reset=True),
     Case("ttt_mlp", 1, 4, reset=True),
     Case("hybrid", 2, 2, settings=(("checkpoint_blocks", True),)),
     Case("ttt_linear", 2, 2, settings=(("pre_conv", False), ("tie_embeddings", False))),
-    Case("mamba2", 1, 4, tokens=51, reset=True),
-    Case("retnet", 2, 2),
+    *(Case(layer, 1, 4, scan=True, options=PLAIN) for layer in SCANNED),
+    *(Case(layer, 2, 2, scan=True, reset=True, options=PLAIN) for layer in SCANNED),
+    *(Case("mamba2", *mesh, scan=True, reset=reset) for mesh in ((1, 4), (2, 2)) for reset in (False, True)),
+    Case("mamba2", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
+    Case("linear_attention", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
+    Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
+    Case("hybrid", 2, 2, scan=True, sharded=True),
+    Case("hybrid", 2, 2, sharded=True),
+    *(Case(layer, 2, 1, tensor=2) for layer in (*LAYERS, "mamba2", *BLOCKS)),
+    Case("ttt_linear", 2, 1, tensor=2, options=("optimizer.lr=shared", "layer.output_bias=true")),
+    Case("ttt_mlp", 1, 1, tensor=4, options=("num_heads=4",)),
+    Case("hybrid", 1, 2, tensor=2, tokens=49, reset=True),
+    Case("mamba2", 1, 2, tensor=2, scan=True, reset=True),
+    Case("ttt_mlp", 4, 1, sharded=True),
 )  # fmt: skip
 
 
@@ -86,7 +123,7 @@ def make_model(case: Case) -> LanguageModel:
     names = iter(HYBRID * 2 if case.layer == "hybrid" else (case.layer,) * 8)
     blocks = len(HYBRID) if case.layer == "hybrid" else 2
     torch.manual_seed(0)
-    model = LanguageModel(30, 16, blocks, lambda: copy.deepcopy(layer(next(names))), **dict(case.settings))
+    model = LanguageModel(30, 16, blocks, lambda: copy.deepcopy(layer(next(names), *case.options)), **dict(case.settings))
     with torch.no_grad():
         for parameter in model.parameters():  # nothing is zero, and no two blocks are alike
             parameter += 0.1 * torch.randn_like(parameter)
@@ -94,8 +131,8 @@ def make_model(case: Case) -> LanguageModel:
 
 
 @cache
-def layer(name: str) -> TTTLayer:
-    return build(f"layer={name}", "dim=16", "num_heads=2", "seed=0")
+def layer(name: str, *options: str) -> TTTLayer:
+    return build(f"layer={name}", "dim=16", "num_heads=2", "seed=0", *options)
 
 
 def make_windows(case: Case) -> Tensor:
@@ -113,26 +150,50 @@ def one_process(case: Case) -> tuple[float, dict[str, Tensor | None]]:
 
 
 def part_of(case: Case) -> dict[str, Any]:
-    """In one of the processes: what `one_process` finds."""
-    mesh = init_device_mesh("cpu", (case.data, case.time), mesh_dim_names=("data", "time"))
-    line = Line(mesh["time"])
+    """In one of the processes: what `one_process` finds, and what was sent."""
+    mesh = init_device_mesh("cpu", (case.data, case.time, case.tensor), mesh_dim_names=("data", "time", "tensor"))
+    line = Line(mesh["time"], in_flight=case.in_flight)
     model = make_model(case)
+    scanned = [number for number, block in enumerate(model.blocks) if case.scan and scannable(block.layer, 16)]
+    assert may_scan(model, case.tokens // case.time) or not case.scan
+    for block in model.blocks if case.tensor > 1 else ():
+        divide_heads(block, mesh["tensor"])
+    if case.sharded:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        register_fsdp_forward_method(model, "cross_entropy")
     ids = make_windows(case).tensor_split(case.data)[mesh["data"].get_local_rank()]
     read, labels = line.own(ids[:, :-1]), line.own(ids[:, 1:])
-    losses = []
-    for own, following in zip(read.split(1), labels.split(1), strict=True):
+    count, losses = line.count_parts(len(ids)), []
+    for own, following in zip(read.tensor_split(count), labels.tensor_split(count), strict=True):
         reset = own == 3 if case.reset else None
-        with handed_on(model, line):
+        with handed_on(model, line, scanned):
             losses.append(model.cross_entropy(own, following, reset=reset)[0])
-    loss = torch.stack(losses).sum() / (WINDOWS * case.tokens / WORLD)  # of what a process reads on average
+    loss = torch.stack(losses).sum() / (WINDOWS * case.tokens * case.tensor / WORLD)  # of what a process reads on average
     loss.backward()
     line.finish()
-    average_gradients(model.parameters(), mesh["data"].get_group())
+    if not case.sharded:
+        average_gradients(model.parameters(), mesh["data"].get_group())
     average_gradients(model.parameters(), line.group)
     total = loss.detach() / WORLD
     dist.all_reduce(total)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"loss": total.item(), "gradients": gradients}
+    expected = {"linear_attention": 2, "mamba2": 2, "retnet": 2, "hybrid": 1}
+    assert len(scanned) == (expected[case.layer] if case.scan else 0)
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {"loss": total.item(), "gradients": whole, "traffic": vars(line.traffic), "windows": len(ids)}
+
+
+def refused(layer: str, *options: str) -> str:
+    """In one of the processes: what is said of a layer whose heads cannot be divided among four."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = make_model(Case(layer, 1, 1, options=options))
+    try:
+        divide_heads(model.blocks[0], mesh)
+    except MetaTTTError as error:
+        return str(error)
+    return "nothing"
 
 
 def run(corpus: str, folder: str, *options: str) -> int:
@@ -167,6 +228,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path, corpus: str) -> dict[str, list[Any]]:
     """What every one of four processes, started once, found of every job."""
     jobs: list[Any] = [(f"case_{number}", part_of, case) for number, case in enumerate(CASES)]
+    jobs += [(f"refused_{name}", refused, name, *options) for name, options, _ in NOT_DIVIDED]
     jobs += [(f"run_{name}", run, corpus, str(folder / name), *options) for name, options in RUNS.items()]
     found = together(WORLD, [(attempt, job) for job in jobs], seconds=900)
     return {of_processes[0][0]: [result for _, result in of_processes] for of_processes in found}
@@ -187,6 +249,13 @@ def test_several_processes_compute_what_one_does(results: dict[str, list[Any]], 
             if wanted is not None:
                 assert wanted.abs().max() > 0 or not got.any(), name
                 torch.testing.assert_close(got, wanted, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "message"), [(name, message) for name, _, message in NOT_DIVIDED])
+def test_heads_that_need_each_other_are_not_divided(results: dict[str, list[Any]], name: str, message: str) -> None:
+    for said in results[f"refused_{name}"]:
+        assert message in said and len(said.splitlines()) == 1
 
 
 # -- metattt train -----------------------------------------------------------------------------------------------------
@@ -241,14 +310,17 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
     ("overrides", "message"),
     [
         (("trainer.devices=3",), r"trainer.time_ranks=2 cannot divide the 3 processes .* trainer.devices=2,"),
+        (("trainer=fsdp", "trainer.devices=3", "trainer.tensor_ranks=2"), "trainer.tensor_ranks=2 cannot divide the 3"),
+        (("trainer=ddp", "trainer.tensor_ranks=2"), "trainer.tensor_ranks. belongs to trainer=fsdp or"),
         (("trainer.devices=4", "trainer.time_ranks=4", "data.context_length=3"), "=3 tokens cannot be divided among trainer.time_ranks=4"),
+        (("trainer.devices=2", "trainer.in_flight=5"), "trainer.in_flight=5 parts .* a batch has 4"),
         (("trainer=ddp", "trainer.time_ranks=2"), "trainer.time_ranks. belongs to trainer=time_parallel.*devices=2"),
         (("trainer.devices=2", "data=digits", "experiment=digits_pixel"), "is for text"),
     ],
 )
 def test_refusals_are_one_line(corpus: str, tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
     text = () if "data=digits" in overrides else (*TINY, f"data.path={corpus}")
-    chosen = () if overrides[0] == "trainer=ddp" else ("trainer=time_parallel",)
+    chosen = () if overrides[0] in ("trainer=ddp", "trainer=fsdp") else ("trainer=time_parallel",)
     with pytest.raises(MetaTTTError, match=message) as raised:
         train(compose(*text, *chosen, f"output_dir={tmp_path}", *overrides))
     assert len(str(raised.value).splitlines()) <= 2
@@ -283,6 +355,28 @@ class Hidden:
         self.h = torch.zeros(2)
 
 
+class Remembers(Reconstruction):
+    """Carries more than the last tokens."""
+
+    def convolved(self, projected: Any, state: Any, ctx: Any) -> Any:
+        found, tails = super().convolved(projected, state, ctx)
+        return found, tails | {"sum": state.get("sum", 0) + projected[0].sum(1)}
+
+
+class IgnoresProjections(Reconstruction):
+    def views(self, x: Tensor, state: Any, ctx: Any, projected: Any = None) -> Any:
+        return super().views(x, state, ctx)
+
+
+@pytest.mark.parametrize("task", [Remembers, IgnoresProjections])
+def test_tails_go_ahead_only_where_they_are_tails(task: type[Reconstruction]) -> None:
+    with_tails = copy.deepcopy(layer("mamba2"))
+    assert scannable(with_tails, 16)
+    with_tails.task.__class__ = task
+    assert not scannable(with_tails, 16)
+    assert not scannable(layer("linear_attention", "task.views=shared_qk"), 16)  # q and k of one projection
+
+
 def test_frames_hold_no_tensors() -> None:
     shared = torch.randn(2, 3, requires_grad=True)
     state = {"a": (shared, None), "b": [shared, torch.arange(3)], "phase": 5}
@@ -299,7 +393,7 @@ def pickled(frame: Any) -> Any:
     return pickle.loads(dump(frame))
 
 
-# -- the benchmark, and a reader that is late ----------------------------------------------------------------------------
+# -- the benchmark, and a process that ends ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -309,7 +403,7 @@ def test_the_benchmark_checks_and_measures() -> None:
     ((idle,), messages) = report.tables.values()
     assert 0 < idle["idle"] < 1 and idle["formula, per block"] == pytest.approx(1 / 5)
     weights, tail, tails = 64 * 64, 3 * 64, 3 * 3 * 64  # the block's convolution, and the layer's of q, k and v; the position
-    assert [row["D = 64"] for row in messages] == [4 * (2 * weights + tail) + 8, 4 * (weights + tail + tails) + 8]  # W0
+    assert [row["D = 64"] for row in messages] == [4 * (weights + tail) + 8, 4 * (weights + tail + tails) + 8]
 
 
 def many_messages() -> int:
@@ -317,13 +411,13 @@ def many_messages() -> int:
     line = Line(init_device_mesh("cpu", (2,)))
     if line.first:
         for number in range(MANY + 20):
-            line.send_state({"a": torch.full((3,), number), "b": torch.zeros(0)})
+            line.send_state("key", {"a": torch.full((3,), number), "b": torch.zeros(0)})
         line.finish()
         return 0
     time.sleep(1)
     right = 0
     for number in range(MANY + 20):
-        frame, slots = line.receive_frame()
+        frame, slots = line.receive_frame("key")
         tensors = line.receive_state(slots)
         right += fill(frame, lambda slot, tensors=tensors: tensors[slot.place])["a"].tolist() == [number] * 3
     return right
@@ -333,3 +427,25 @@ def many_messages() -> int:
 def test_no_message_is_lost_when_the_reader_is_late() -> None:
     ((_, read),) = together(2, [(many_messages, ())], seconds=100)
     assert read == MANY + 20
+
+
+def one_that_ends(said: str) -> str:
+    """In one of the processes: the first ends before it sends what the second waits for."""
+    line = Line(init_device_mesh("cpu", (2,)))
+    if line.first:
+        os._exit(1)
+    try:
+        line.receive_frame(0)
+    except MetaTTTError as error:
+        Path(said).write_text(str(error))
+        os._exit(2)
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_is_one_line_in_the_next(tmp_path: Path) -> None:
+    said = tmp_path / "said.txt"
+    with pytest.raises(MetaTTTError, match=r"processes \[0, 1\] of 2 ended without a result"):
+        together(2, [(one_that_ends, (str(said),))], seconds=100)
+    assert "process 1 has lost another one that reads the same sequences (0, 1)" in said.read_text()
+    assert len(said.read_text().splitlines()) == 1
