@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from report import Report
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.locking import FolderLock
+from metattt.locking import locked
 
 CONFIGS = Path(__file__).with_name("configs")
 KINDS: dict[str, Callable[[Claim, Runner], Report]] = {
@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(given.threads)  # for the cells
     minutes = claim.minutes / given.jobs
     print(f"{claim.name}, size {claim.size}: {claim.cells()} cells, about {minutes:.0f} minutes -> {folder}")
-    with FolderLock(folder, "a claim"):
+    with locked(folder, "a claim"):
         runner = Runner(folder, given.jobs, claim.cells(), lambda line: print(line, flush=True))
         report = KINDS[kind](claim, runner)
     took = sum(one.seconds for one in runner.results.values())

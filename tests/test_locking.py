@@ -11,30 +11,28 @@ from pathlib import Path
 import pytest
 
 from metattt.errors import MetaTTTError
-from metattt.locking import LOCK, FolderLock
+from metattt.locking import LOCK, locked
 
 HOLD = (
-    "import sys, pathlib\nfrom metattt.locking import FolderLock\n"
-    "lock = FolderLock(pathlib.Path(sys.argv[1]), 'a test')\nlock.acquire()\nprint('held', flush=True)\nsys.stdin.read()"
+    "import sys, pathlib\nfrom metattt.locking import locked\n"
+    "with locked(pathlib.Path(sys.argv[1]), 'a test'):\n    print('held', flush=True)\n    sys.stdin.read()"
 )
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(MetaTTTError) as error:
-        FolderLock(folder, "a second test").acquire()
+    with pytest.raises(MetaTTTError) as error, locked(folder, "a second test"):
+        pass
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
     return str(error.value)
 
 
 def test_one_holder_and_nothing_left_behind(tmp_path: Path) -> None:
-    with FolderLock(tmp_path, "a test") as lock:
-        lock.acquire()  # once more is nothing new
+    with locked(tmp_path, "a test"):
         assert f"process {os.getpid()} on {socket.gethostname()} (a test)" in refused(tmp_path)
         (tmp_path / LOCK).write_bytes(b"\xff\x00" * 5000)
         assert "another process" in refused(tmp_path)
     assert not list(tmp_path.iterdir())
-    lock.release()
-    with FolderLock(tmp_path, "a test"), pytest.raises(ZeroDivisionError), FolderLock(tmp_path.parent, "a test"):
+    with locked(tmp_path, "a test"), pytest.raises(ZeroDivisionError), locked(tmp_path.parent, "a test"):
         _ = 1 / 0
     assert not (tmp_path.parent / LOCK).exists() and not list(tmp_path.iterdir())
 
@@ -47,7 +45,7 @@ def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert (tmp_path / LOCK).is_file()
-    with FolderLock(tmp_path, "a test"):
+    with locked(tmp_path, "a test"):
         assert f"process {os.getpid()}" in refused(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -55,21 +53,15 @@ def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_child_does_not_hold_it(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    lock, done = FolderLock(tmp_path, "a test"), context.Event()
-    lock.acquire()
-    child = context.Process(target=done.wait, args=(30,))
-    child.start()
-    assert "in use" in refused(tmp_path)
-    lock.release()
-    with FolderLock(tmp_path, "a test"):  # the child lives
+    done = context.Event()
+    with locked(tmp_path, "a test"):
+        child = context.Process(target=done.wait, args=(30,))
+        child.start()
+        assert "in use" in refused(tmp_path)
+    with locked(tmp_path, "a test"):  # the child lives
         assert child.is_alive()
     done.set()
     child.join()
-    with FolderLock(tmp_path, "a test") as lock:
-        child = context.Process(target=lock.release)  # not its own to give back
-        child.start()
-        child.join()
-        assert "in use" in refused(tmp_path)
 
 
 def test_what_cannot_be_locked_is_one_line(tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.keys import check_keys
-from metattt.composition.messages import explain_composition, first_line, not_a_field, refused_value, wrong_type_in
+from metattt.composition.messages import explain_composition, first_line, not_a_field, refused_value
 from metattt.composition.overrides import ENTRIES, NOTHING, SEARCH_PATH, key_of, prepare
 from metattt.composition.signatures import ranges
 from metattt.errors import MetaTTTError, check_heads, shown
-from metattt.registry import PARAMETERS, SCHEMAS
+from metattt.registry import PARAMETERS
 
 if TYPE_CHECKING:
     from metattt.layer import TTTLayer
@@ -226,22 +226,8 @@ def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, DictCo
             yield from _parts(node, f"{prefix}{key!s}.")
 
 
-def _check_type(node: DictConfig, key: str, full_key: str, value: Any) -> None:
-    """For a node that was written without its schema: the type that the schema has for a key."""
-    schema = SCHEMAS.get(str(node._target_))
-    later = value is None and OmegaConf.is_interpolation(node, key)  # the folder of a run, which is yet to be made
-    if schema is None or later or node._metadata.object_type is not dict:
-        return
-    fields = OmegaConf.structured(schema)
-    try:
-        fields[key] = value
-    except OmegaConfBaseException as error:
-        raise MetaTTTError(wrong_type_in(fields, key, full_key, value)) from error
-
-
 def _check_parameters(cfg: DictConfig, job: str) -> None:
-    """Check what merging cannot: choices of Literal parameters, declared ranges, keys that `+` added, types behind
-    `${...}`."""
+    """Check what merging cannot: choices of Literal parameters, declared ranges, keys that `+` added."""
     for part, target, node in _parts(cfg):
         if target not in PARAMETERS:  # a class of the user's without a schema
             continue
@@ -256,7 +242,6 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
                 value = node[key]
             except OmegaConfBaseException as error:  # a key that takes its value from another, which is not there
                 raise MetaTTTError(f"{full_key}: {first_line(error)}") from error
-            _check_type(node, key, full_key, value)
             if parameters[key] and value not in parameters[key]:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))
             if key in declared:

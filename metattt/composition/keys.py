@@ -7,6 +7,7 @@ A key means the same in every job that has it. Parts say in their constructors w
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,6 +30,14 @@ KEYS = {
         for name in ("name", "output_dir", "resume", "init_from", "sort", "family", "output")
     },
 }
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of a nested configuration, by dotted key behind a prefix."""
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    items = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
+    return {leaf: value for key, child in items for leaf, value in leaves(child, key).items()}
 
 
 def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:

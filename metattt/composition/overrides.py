@@ -1,7 +1,6 @@
 """Overrides as they are typed, made ready for Hydra: texts and paths without quotes, null that leaves an entry out, and
 what no command can mean, refused without composing anything."""
 
-import importlib
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -59,8 +58,6 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
     prepared = [quote_free_text(override, sweep) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
-    if any(one.key_or_group == "experiment" for one in parsed):
-        importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
     for one in parsed:
         _refuse_nothing(one)
         if not (sweep and (one.is_sweep_override() or is_of_hydra(one.key_or_group))):

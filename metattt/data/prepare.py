@@ -36,7 +36,7 @@ from metattt.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, doc
 from metattt.data.windows import dtype_of
 from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.io import path_of, sync, write_whole
-from metattt.locking import FolderLock
+from metattt.locking import locked
 from metattt.optional import need
 
 SAME = ("text_key", "validation_fraction", "seed")  # settings that decide what is written, beside source and tokenizer
@@ -126,7 +126,7 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
     part.mkdir(parents=True, exist_ok=True)
     new, cache = part / "new", part / "cache"
     try:
-        with FolderLock(part, "metattt prepare"):
+        with locked(part, "metattt prepare"):
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
             rows = [_rows(library, chosen, *one, name, cache, console) for one, name in zip(given, names, strict=True)]

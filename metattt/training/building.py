@@ -13,10 +13,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import fill, open_trained, read_weights
 from metattt.composition.instantiate import instantiate_model
+from metattt.composition.keys import leaves
 from metattt.models.block import Block
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_divisible
-from metattt.training.resume import leaves
 
 HOW_NOT_WHAT = (
     "form", "group_size", "compute_chunk", "chunk_size", "checkpoint_blocks", "checkpoint_mini_batches", "checkpoint",

@@ -1,5 +1,4 @@
-"""The plots of a run: its metric against steps, next to the inner losses by position in a window; for images, the inner
-losses against steps."""
+"""The plot of a run: its metric against steps, next to the inner losses by position in a window."""
 
 from __future__ import annotations
 
@@ -48,30 +47,6 @@ def plot(
         axes.tick_params(colors=INK)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper right", frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def plot_inner_steps(curves: Mapping[tuple[int, int], Sequence[tuple[int, float]]], path: Path) -> None:
-    """Draws inner losses into a PNG file: one panel per layer, one curve per inner step, against outer-loop steps.
-
-    Args:
-        curves: by layer and inner step: pairs of a step of the outer loop and the loss.
-        path: the PNG.
-    """
-    from matplotlib.figure import Figure
-
-    layers = sorted({layer for layer, _ in curves})
-    columns = min(4, len(layers))
-    rows = math.ceil(len(layers) / columns)
-    figure = Figure(figsize=(3.2 * columns, 2.6 * rows), layout="constrained")
-    for panel, layer in enumerate(layers, 1):
-        axes = figure.add_subplot(rows, columns, panel)
-        for (_, inner), curve in sorted(one for one in curves.items() if one[0][0] == layer):
-            axes.plot(*zip(*curve, strict=True), marker=".", label=f"t = {inner}")
-        axes.set(title=f"layer {layer}", xlabel="outer-loop steps", ylabel="inner loss", yscale="log")
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
+from metattt.composition.keys import leaves
 from metattt.composition.overrides import left_out
 from metattt.errors import MetaTTTError
 
@@ -99,14 +100,6 @@ def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
 
 def _inside(key: str, owners: Iterable[str]) -> bool:
     return any(key == owner or key.startswith(f"{owner}.") for owner in owners)
-
-
-def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a nested configuration, by dotted key."""
-    if not isinstance(node, dict) or not node:
-        return {prefix: node}
-    items = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
-    return {leaf: value for key, child in items for leaf, value in leaves(child, key).items()}
 
 
 def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | None:

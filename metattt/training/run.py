@@ -19,7 +19,7 @@ from metattt.checkpoints.record import RECORD, modules, record_config
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
 from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.io import read_text, write_whole
-from metattt.locking import FolderLock
+from metattt.locking import locked
 from metattt.metrics_file import STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
 
@@ -32,7 +32,7 @@ LEAST = {
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people."""
 LOG = "metrics.csv"
-PICTURES = ("loss_curve.png", "inner_loss.png")
+PICTURE = "loss_curve.png"
 _LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.part")
 
 
@@ -111,7 +111,7 @@ def opened(cfg: DictConfig, first: bool, say: Callable[[str], None]) -> Iterator
     except OSError as error:
         reason = "it is a file" if folder is not None and folder.is_file() else error.strerror
         raise MetaTTTError(f"output_dir={folder} cannot be used: {reason}; choose another folder") from error
-    with FolderLock(folder, "a training run") if first else nullcontext():
+    with locked(folder, "a training run") if first else nullcontext():
         yield _start(cfg, folder, source, first, say)
 
 
@@ -183,7 +183,7 @@ def make_room(folder: Path, overwrite: bool) -> None:
             "replace it (overwrite=true), or choose another folder"
         )
     if not overwrite:
-        foreign += [name for name in PICTURES if os.path.lexists(folder / name)]
+        foreign += [PICTURE] if os.path.lexists(folder / PICTURE) else []
     if foreign:
         raise MetaTTTError(
             f"output_dir={folder} holds {', '.join(foreign)}, which does not belong to a run and would be written "

@@ -30,7 +30,6 @@ from metattt.optional import need
 from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
 from metattt.training.csv_log import logs_of
-from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import ForLightning, Job
 from metattt.training.launchers import is_first, processes, started_by_the_run
 from metattt.training.resume import check_same_data
@@ -194,9 +193,9 @@ def _files(console: Console, trainer: lightning.Trainer, folder: Path) -> None:
     for logger in trainer.loggers:
         places = (getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name"))
         console.print(f"log         {next((place for place in places if place), '')}")
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (LossCurve, InnerLossCurves)) and callback.path.is_file():
-            console.print(f"{'loss curve' if isinstance(callback, LossCurve) else 'inner loss'}  {callback.path}")
+    curve = _callback(trainer, LossCurve)
+    if curve is not None and curve.path.is_file():
+        console.print(f"loss curve  {curve.path}")
     for file in sorted(folder.glob("fit-profile*.txt")):
         console.print(f"profile     {file}")
 

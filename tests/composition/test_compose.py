@@ -58,15 +58,6 @@ def test_a_layer_by_keywords() -> None:
     assert repr(build(layer="ttt_mlp", learner="linear")) == repr(build("layer=ttt_mlp", "learner=linear"))
 
 
-def test_a_row_of_the_paper_is_an_experiment() -> None:
-    """In a process of its own: here, other tests import the rows."""
-    words = ["train", "experiment=books_4k/ttt_mlp_350m", "--cfg", "job"]
-    done = subprocess.run([sys.executable, "-P", "-m", "metattt.cli", *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    cfg = OmegaConf.create(done.stdout)
-    assert (cfg.data.context_length, cfg.trainer.max_steps) == (4096, 13500)
-
-
 def test_working_directory_does_not_matter(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = compose(job="build")
     (tmp_path / "configs").mkdir()

@@ -24,27 +24,18 @@ TYPICAL = [  # a mistake, and what it should have been
     ("optimizer=momentum optimizer.token_steps=shared", "optimizer=minibatch optimizer.token_steps"),
     ("optimizer.momentum=per_head", "optimizer=momentum optimizer.momentum"),
     ("learner.bais=true", "learner.bias"),
-    ("layer.learner.bias=false", "learner.bias"),
     ("leaner=mlp", "learner"),
     ("LR=0.1", "training.lr"),
-    ("data.lr=0.1", "training.lr"),
-    ("optimizer.learning_rate=0.1", "optimizer.base_lr"),
     ("optimizer.lr=0.1", "optimizer.base_lr=0.1"),
-    ("trainer.steps=3", "trainer.max_steps"),
     ("num_layers=3", "model.num_layers"),
-    ("model=vision_transformer n_layers=3", "model.depth"),
     ("model.hidden_size=32", "dim"),
-    ("device=cpu", "trainer.accelerator"),
     ("ckpt=runs/x", "resume"),
     ("trainer.limit_val_batchs=1", "trainer.limit_val_batches"),
-    ("callbacks.progress.line=3", "callbacks.progress.lines"),
     ("layer=mlp", "learner=mlp"),
-    ("preset=125", "preset=125m"),
     ("layer=lin", "layer=linear_attention"),
     ("learner.depth=3", "learner=mlp learner.depth"),
     ("+learner.bais=true", "learner.bias"),
     ("~callbacks.progres", "callbacks.progress"),
-    ("optimizer.read=inclusiv", "optimizer.read=inclusive"),
 ]
 
 
@@ -70,54 +61,29 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
 
 
 MESSAGES = {  # what is typed, and what the message says
-    "": {
-        "learning-rate=0.1": "",  # no word of Hydra's
-        "lr=1": "(`optimizer.base_lr` is that of the inner loop",
-        "learner.bias": "write <key>=<value>",
-        "dim=(a": "cannot be read",
-        "=3": "cannot be read",
-    },
-    "values": {
-        "dim=wide": "`dim=wide` is not allowed: expected an integer.",
-        "learner=mlp learner.depth=many": "`learner.depth=many` is not allowed: expected an integer.",
-        "learner.bias=null": "`learner.bias=null` is not allowed: expected true or false.",
-        "optimizer.mini_batch_size=0": "optimizer.mini_batch_size=0 is not allowed: it must be at least 1",
-        "learner=mlp learner.expansion=-1": "learner.expansion=-1.0 is not allowed: it must be positive",
-        "num_heads=0": "num_heads=0 is not allowed: it must be at least 1",
-        "dim=100 num_heads=3": "num_heads=3 does not divide dim=100: choose num_heads from 1, 2, 4",
-        "layer=titans_mag dim=10 num_heads=4": "num_heads=4 does not divide dim=10: choose num_heads from 1, 2, 5, 10",
-        "model.blocks=[mamba,attention] dim=9": "num_heads=4 does not divide dim=9",
-    },
-    "choices": {
-        "learner=null": "`learner=null` is not allowed: choose one of ",
-        "trainer=true": "`trainer=true` is not allowed: choose one of ",
-        "optimizer=adamw": "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`",
-        "optimizer=sgd": "The outer one is `training=<adamw, muon, timm>`",
-        "layer=ttt_mlp optimizer=append": "the chosen optimizer has no `base_lr`",
-        "experiment=mine": "hydra.searchpath=[<folder>]",
-    },
-    "several values": {
-        "dim=1,2": 'add -m (--multirun) to run `metattt train` once for each. A list is written "dim=[1,2]"',
-        "layer=ttt_mlp,ttt_linear": "names several values: add -m (--multirun) to run `metattt train` once for each",
-    },
-    "keys that are elsewhere": {
-        "model.layer=attention": "layer=<name> chooses the layer of every block",
-        "model.dim=32": "dim=<value> sets it for the model and its layers",
-        "layer.learner=mlp": "learner=<name> chooses it",
-        "trainer.logger=false": "~logger leaves it out",
-        "recipe=nobody": "recipe=nobody is not allowed: it must be 125m, 1b, 350m, 760m",
-        "preset=tiny model=vision_transformer": "sets `model.num_layers`, but the chosen model has no `num_layers`.\nLeave out preset=tiny",
-        "~model.vocab_size": "cannot be removed",
-        "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
-        "~data": "`~data` removes what `metattt train` needs",
-        "callbacks.interrupt=null": "`interrupt` is not a field of callbacks",
-        "hydra.run.dir=x": "output_dir",
-        "+trainer.limit_val=1": "limit_val",
-    },
+    "learning-rate=0.1": "",  # no word of Hydra's
+    "lr=1": "(`optimizer.base_lr` is that of the inner loop",
+    "learner.bias": "write <key>=<value>",
+    "dim=(a": "cannot be read",
+    "learner.bias=null": "`learner.bias=null` is not allowed: expected true or false.",
+    "optimizer.mini_batch_size=0": "optimizer.mini_batch_size=0 is not allowed: it must be at least 1",
+    "dim=100 num_heads=3": "num_heads=3 does not divide dim=100: choose num_heads from 1, 2, 4",
+    "model.blocks=[mamba,attention] dim=9": "num_heads=4 does not divide dim=9",
+    "learner=null": "`learner=null` is not allowed: choose one of ",
+    "optimizer=adamw": "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`",
+    "layer=ttt_mlp optimizer=append": "the chosen optimizer has no `base_lr`",
+    "experiment=mine": "hydra.searchpath=[<folder>]",
+    "dim=1,2": 'add -m (--multirun) to run `metattt train` once for each. A list is written "dim=[1,2]"',
+    "trainer.logger=false": "~logger leaves it out",
+    "recipe=nobody": "recipe=nobody is not allowed: it must be 125m, 1b, 350m, 760m",
+    "preset=tiny model=vision_transformer": "sets `model.num_layers`, but the chosen model has no `num_layers`.\nLeave out preset=tiny",
+    "~model.vocab_size": "cannot be removed",
+    "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
+    "~data": "`~data` removes what `metattt train` needs",
 }
 
 
-@pytest.mark.parametrize(("typed", "expected"), [pair for group in MESSAGES.values() for pair in group.items()])
+@pytest.mark.parametrize(("typed", "expected"), MESSAGES.items())
 def test_messages_say_the_way(typed: str, expected: str) -> None:
     with pytest.raises(MetaTTTError) as caught:
         compose(*typed.split())
@@ -131,7 +97,6 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
         ("learner=custom", "give learner._target_=package.Class"),
         ("learner=custom learner._target_=nowhere.X", "`learner._target_=nowhere.X` cannot be imported: No module"),
         ("learner=custom learner._target_=fractions.Fractoin", "fractions has no Fractoin. Did you mean `learner._target_=fractions.Frac"),
-        ("learner=custom learner._target_=fractions.Fraction learner.x=1", "got an unexpected keyword argument 'x'"),
         ("learner._target_=fractions.Fraction", "learner=custom has no settings but yours"),
         ("learner=custom learner._target_=datetime.date", "datetime.date raised TypeError"),
     ],
@@ -147,15 +112,12 @@ def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("check learner.bais=1", "Did you mean `learner.bias`?"),
         ("chekc", "Did you mean `metattt check`?"),
         ("check --learner=mlp", "settings are given as learner=mlp, without dashes"),
         ("eval checkpoint=x layer=attention", "the checkpoint says what it is"),
         ("train learner=mpl --help", "Did you mean `learner=mlp`?"),
         ("train --config-dir=x", "there is no folder x"),
-        ("train --config-path=x", "--config-dir <folder> adds files of your own"),
         ("train --info defaults learner=mpl", "Did you mean `learner=mlp`?"),
-        ("-sc install=nobody", "bash"),
     ],
 )
 def test_exit_code_2_without_a_traceback(command: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def settings(folder: Path, run: Path, *overrides: str) -> tuple[str, ...]:
 
 def test_a_folder_trains(folder: Path, tmp_path: Path) -> None:
     assert train(compose(*settings(folder, tmp_path / "run", "trainer.precision=bf16-mixed"))) == 0
-    assert (tmp_path / "run" / "inner_loss.png").is_file()
+    assert (tmp_path / "run" / "loss_curve.png").is_file()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData
 from metattt.data.tokenizers import load_tokenizer
 from metattt.errors import MetaTTTError
-from metattt.locking import FolderLock
+from metattt.locking import locked
 
 datasets = pytest.importorskip("datasets")
 FILES = {"tokens.bin", "documents.bin", "manifest.json"}
@@ -116,7 +116,7 @@ def test_stopped_there_is_nothing_half_and_the_same_command_goes_on(
         assert run(corpus, target) == 130
     assert "To resume, run the same command again" in capsys.readouterr().out
     assert not target.exists() and part.is_dir()
-    with FolderLock(part, "a test"), pytest.raises(MetaTTTError, match="is in use by process"):
+    with locked(part, "a test"), pytest.raises(MetaTTTError, match="is in use by process"):
         run(corpus, target)
     with monkeypatch.context() as patch:  # a full disk
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))

@@ -137,18 +137,11 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
     ("words", "expected"),
     [
         ("layer=ttt_mlp,ttt_mpl", "`ttt_mpl` is not a choice of layer. Did you mean `layer=ttt_mlp`?"),
-        ("learner.bais=1,2", "Did you mean `learner.bias`?"),
-        ("dim=8,x", "`dim=x` is not allowed: expected an integer."),
         ("layer=glob(zz*)", "fits none of the choices of layer: atlas, attention, "),
         ("seed=interval(0,1)", "add hydra/sweeper=optuna, or name values, seed=a,b"),
         ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
-        ("resume=auto", "have folders of their own in hydra.sweep.dir=<folder>"),
-        ("hydra/launcher=submitit", "Did you mean `hydra/launcher=submitit_"),
         ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
         ("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?"),
-        ("hydra.nobody=1", "`nobody` is not a field of hydra."),
-        ("hydra.sweep.dir=", "has no value, as from an unset variable"),
-        ("hydra.sweep.dir=a.txt", "a.txt: File exists"),
         ("hydra.sweep.dir=run", "hydra.sweep.dir=run holds a run: choose another folder"),
     ],
 )
@@ -161,20 +154,11 @@ def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureF
     assert not (here / "multirun").exists()
 
 
-@pytest.mark.parametrize(
-    ("library", "choice", "package"),
-    [
-        ("hydra_plugins.hydra_joblib_launcher", "hydra/launcher=joblib", "hydra-joblib-launcher"),
-        ("hydra_plugins.hydra_submitit_launcher", "hydra/launcher=submitit_slurm", "hydra-submitit-launcher"),
-    ],
-)
-def test_without_the_extra(
-    library: str, choice: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    assert main(["train", "-m", "seed=0,1", choice]) == 2
-    said = f"error: {choice} needs {package}, which is not installed: pip install 'metattt[sweep]'\n"
-    assert capsys.readouterr().err == said
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_joblib_launcher", None)
+    assert main(["train", "-m", "seed=0,1", "hydra/launcher=joblib"]) == 2
+    said = "needs hydra-joblib-launcher, which is not installed: pip install 'metattt[sweep]'\n"
+    assert capsys.readouterr().err == f"error: hydra/launcher=joblib {said}"
 
 
 # -- records and names -------------------------------------------------------------------------------------------------

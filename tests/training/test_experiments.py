@@ -1,7 +1,6 @@
-"""Every training row of the TTT paper: composed, built tiny, and one step of each kind; the recipe around them."""
+"""The experiments of the TTT paper: composed, and one step of each kind; the recipe around them."""
 
 import math
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from runs_for_tests import write_corpus
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.composition.paper_rows import CONTEXTS, METHODS, MINI_BATCH_SIZES, SIZES, rows
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
 from metattt.training.train import train
@@ -20,12 +18,14 @@ TABLE_1 = (
     "linear_attention", "linear_attention_improved", "ttt_equivalence", "learnable_w0", "ln_residual", "mini_batch", "learnable_lr",
     "mamba_backbone",
 )  # fmt: skip
-EXPERIMENTS = [*CONTEXTS, *rows(), *(f"table1/{row}" for row in TABLE_1)]
+CONTEXTS = {
+    "pile_2k": 2048, "pile_8k": 8192,
+    "books_1k": 1024, "books_2k": 2048, "books_4k": 4096, "books_8k": 8192, "books_16k": 16384, "books_32k": 32768,
+}  # fmt: skip
+SIZES = {"125m": (768, 4800, 3e-3), "350m": (1024, 13500, 1.5e-3), "760m": (1536, 29000, 1.25e-3), "1b": (2048, 50000, 1e-3)}
 KINDS = [
-    *(f"books_4k/{method}_125m" for method in METHODS),
-    *(f"table1/{row}" for row in TABLE_1),
-    "minibatch/1",
-    "minibatch/2048",
+    "books_4k", "books_4k layer=ttt_mlp callbacks=inner_warmup", "books_4k layer=mamba2", "pile_2k optimizer.mini_batch_size=1",
+    "books_4k layer=attention model=transformer_backbone task.rope_theta=500000", *(f"table1/{row}" for row in TABLE_1),
 ]  # fmt: skip
 TINY = (
     "dim=16", "num_heads=2", "model.num_layers=2", "model.ffn_dim=32", "model.vocab_size=257", "trainer.accelerator=cpu",
@@ -47,42 +47,19 @@ def run(folder: Path, shards: Path, *overrides: str) -> Path:
     return folder
 
 
-def test_the_list_is_complete() -> None:
-    folder = files("metattt.configs") / "experiment"
-    assert {file.name.removesuffix(".yaml") for file in (folder / "table1").iterdir()} == set(TABLE_1)
-    for group in CONTEXTS:
-        assert (folder / f"{group}.yaml").is_file()
-        found = {f"{group}/{method}_{size}" for method in ("ttt_linear", "ttt_mlp", "transformer") for size in SIZES}
-        assert found <= set(EXPERIMENTS)
-
-
-@pytest.mark.parametrize("group", [*CONTEXTS, "table1", "minibatch"])
-def test_every_experiment_composes(group: str) -> None:
-    rows = [name for name in EXPERIMENTS if name.partition("/")[0] == group]
-    # The rows of the context lengths come from one table: every fifth of them, and all of the others.
-    for name in rows[::5] if group in CONTEXTS else rows:
-        cfg = compose(f"experiment={name}")
-        context = CONTEXTS.get(group, 2048)
-        size = name.rpartition("_")[2] if "/" in name and group in CONTEXTS else "125m"
+@pytest.mark.parametrize("name", [*CONTEXTS, *(f"table1/{row}" for row in TABLE_1)])
+def test_every_experiment_composes(name: str) -> None:
+    context = CONTEXTS.get(name, 2048)
+    for size, (dim, steps, lr) in SIZES.items() if name in CONTEXTS else [("125m", SIZES["125m"])]:
+        cfg = compose(f"experiment={name}", f"preset={size}")
         assert cfg.data.context_length == context and cfg.batch_tokens == 524288 and 524288 % context == 0
-        assert cfg.dim == {"125m": 768, "350m": 1024, "760m": 1536, "1b": 2048}[size]
-        finetune = "finetune" in name
-        assert cfg.trainer.max_steps == (SIZES[size] // 5 if finetune else SIZES[size])
-        assert cfg.training.lr == {"125m": 3e-3, "350m": 1.5e-3, "760m": 1.25e-3, "1b": 1e-3}[size] or finetune
-        assert ("inner_warmup" in cfg.callbacks) == ("ttt_mlp" in name)
+        assert (cfg.dim, cfg.trainer.max_steps, cfg.training.lr) == (dim, steps, lr)
         assert cfg.layer.group_size is None and cfg.trainer.precision == "bf16-mixed"
-        if "transformer" in name:
-            assert not cfg.model.pre_conv and not cfg.layer.gate and cfg.task.views == "separate"
-        if name.partition("/")[2].startswith("transformer"):
-            assert cfg.task.rope_theta == (5e5 if context >= 4096 else 1e4)
-        if group == "minibatch" and "/" in name:
-            assert cfg.optimizer.mini_batch_size == int(name.partition("/")[2])
-    assert min(MINI_BATCH_SIZES) == 1 and max(MINI_BATCH_SIZES) == 2048
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_one_step_of_each_kind(name: str, shards: Path, tmp_path: Path) -> None:
-    run(tmp_path, shards, f"experiment={name}", "+trainer.fast_dev_run=1")
+    run(tmp_path, shards, *f"experiment={name}".split(), "+trainer.fast_dev_run=1")
 
 
 def test_a_size_brings_its_recipe() -> None:
@@ -93,10 +70,8 @@ def test_a_size_brings_its_recipe() -> None:
 
 
 def test_finetuning_starts_from_a_shorter_run(shards: Path, tmp_path: Path) -> None:
-    short = run(tmp_path / "short", shards, "experiment=books_2k/ttt_linear_125m", "trainer.max_steps=4")
-    with pytest.raises(MetaTTTError, match="add init_from="):
-        run(tmp_path / "none", shards, "experiment=books_32k/ttt_linear_finetune_125m")
-    longer = ("experiment=books_32k/ttt_linear_finetune_125m", "data.context_length=128", f"init_from={short}")
+    short = run(tmp_path / "short", shards, "experiment=books_2k", "trainer.max_steps=4")
+    longer = ("experiment=books_32k", "data.context_length=128", f"init_from={short}")
     run(tmp_path / "long", shards, *longer, "trainer.max_steps=1", "training.lr=1e-12", "training.min_lr=1e-12")
     before, after = (read_checkpoint(folder) for folder in (short, tmp_path / "long"))
     assert after["global_step"] == 1
@@ -111,7 +86,7 @@ def test_checkpointing_blocks_changes_nothing() -> None:
     gradients = []
     for checkpoint in ("false", "true"):
         torch.manual_seed(0)
-        cfg = compose("experiment=pile_2k/ttt_mlp_125m", *TINY, f"model.checkpoint_blocks={checkpoint}")
+        cfg = compose("experiment=pile_2k", "layer=ttt_mlp", *TINY, f"model.checkpoint_blocks={checkpoint}")
         model = instantiate_model(cfg)
         torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_part
-from metattt.errors import MetaTTTError
 from metattt.training.building import Builder
 from metattt.training.muon import Muon, MuonAndAdamW
 
@@ -98,11 +97,3 @@ def test_the_rate_rises_and_falls_on_lines() -> None:
     recipe = Muon(lr=1.0, warmup_fraction=0.1, min_lr=0.0)
     factors = [recipe.factor(step, 100) for step in range(101)]
     assert factors[0] == 0.1 and factors[9] == factors[10] == 1 and math.isclose(factors[55], 0.5) and factors[100] == 0
-
-
-def test_matrices_in_parts_are_refused(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metattt.training.muon.divided", lambda model: True)
-    with pytest.raises(MetaTTTError, match=r"set training=adamw, or trainer=ddp"):
-        Muon().optimizer(model)
-
-

@@ -23,7 +23,7 @@ from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
-from metattt.locking import LOCK, FolderLock
+from metattt.locking import LOCK, locked
 from metattt.training import saving
 from metattt.training.csv_log import CSVLog
 from metattt.training.run import new_folder
@@ -241,7 +241,7 @@ def test_what_is_not_ours_is_never_removed(name: str, kind: str, corpus: Path, t
 
 
 def test_one_run_at_a_time(corpus: Path, copied: Path) -> None:
-    with FolderLock(copied, "a training run"):
+    with locked(copied, "a training run"):
         for given in (eight(corpus, copied, "overwrite=true"), compose(f"resume={copied}", "trainer.max_steps=9")):
             with pytest.raises(MetaTTTError, match="is in use by process"):
                 train(given)

@@ -27,22 +27,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("training=timm", "TimmRecipe is for images: set training=adamw"),
         ("model.vocab_size=256", "set model.vocab_size=257"),
         ("trainer.max_steps=0", "trainer.max_steps=0 trains nothing"),
-        ("trainer.max_steps=1.5", "trainer.max_steps=1.5 is not allowed"),
         ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is not allowed: it must be at least 1"),
-        ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 is not allowed"),
-        ("trainer.overfit_batches=1", "data.max_bytes=<few>"),
         ("output_dir=file", "output_dir=file cannot be used: it is a file"),
-        ("output_dir=file/below", "output_dir=file/below cannot be used: Not a directory"),
-        ("output_dir=", "`output_dir=''` has no value"),
         ("data.path=nowhere", "data.path="),
-        ("~compile", "`~compile` removes what `metattt train` needs: choose or set another with compile=<value>"),
         ("resume=", "`resume=''` has no value"),
         ("resume=auto output_dir=null", "add output_dir=<folder>"),
         ("resume=auto overwrite=true", "give one of them"),
         ("resume=nothing", "does not exist"),
-        ("resume=text", "no checkpoint"),
-        ("callbacks.checkpoint.every_steps=0", "callbacks.checkpoint.every_steps=0 is not allowed"),
-        ("on_divergence=rollback", "on_divergence=rollback` is not allowed: choose one of stop, skip"),
     ],
 )
 def test_one_line(given: str, expected: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +64,7 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [(["layer=delta_net"], "delta_net"), (["layer=custom", "learner=mlp"], "mlp"), (["name=my run"], "my run")],
+    [(["layer=custom", "learner=mlp"], "mlp"), (["name=my run"], "my run")],
 )
 def test_the_folder_of_a_run(given: list[str], name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = [one for one in TINY if "layer" not in one and "progress" not in one]
