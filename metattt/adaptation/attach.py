@@ -7,27 +7,22 @@ dropped with it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from metattt.adaptation.in_place import InPlaceLinear
-from metattt.checkpoints.tensors import read_described, write_tensors
+from metattt.checkpoints.tensors import read_tensors, write_tensors
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.causality import Causality
-from metattt.io import check_own, parse, path_of, replaced
-from metattt.optional import need
+from metattt.io import check_own, replaced
 
 IN_PLACE = "in_place"
-FORMAT = "metattt attached layers"
-CODE = ("_target_", "custom", "${", "://", "=")  # what settings in a file must not have: they would name classes
 
 
 def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **settings: Any) -> Attached:
@@ -59,8 +54,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         raise MetaTTTError(
             f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
         )
-    call = _Call(model)
-    about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
+    call, width = _Call(model), model.config.hidden_size  # type: ignore[union-attr]
     made: dict[str, _Beside | _InPlace] = {}
     for name in names:
         module = model.get_submodule(name)
@@ -69,30 +63,30 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         if layer == IN_PLACE:
             made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), dict(settings))
         else:
-            made[name] = _Beside(name, module, call, layer, how, _width(model), settings)
+            made[name] = _Beside(name, module, call, layer, how, width, settings)  # type: ignore[arg-type]
     causality = Causality()
     for one in made.values():
         if isinstance(one, _Beside):
-            causality.check(one.layer, _width(model))
+            causality.check(one.layer, width)  # type: ignore[arg-type]
     for name, one in made.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, one)
-    return Attached(model, made, call, about)
+    return Attached(model, made, call)
 
 
 class Attached:
     """What was attached to a model.
 
     `model.save_pretrained` writes the pretrained tensors under the names that they had, and those of attached layers
-    beside them: `from_pretrained` of that folder is the pretrained model. `save` is for the layers.
+    beside them: `from_pretrained` of that folder is the pretrained model. `save` and `load` are for the layers.
 
     Attributes:
         model: the model.
         modules: what stands in the places, by name.
     """
 
-    def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call, about: dict[str, Any]):
-        self.model, self.modules, self._call, self._about = model, modules, call, about
+    def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call):
+        self.model, self.modules, self._call = model, modules, call
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are new, by name. To train these alone, freeze the others first:
@@ -108,69 +102,33 @@ class Attached:
         for name, module in self.modules.items():
             parent, _, attribute = name.rpartition(".")
             setattr(self.model.get_submodule(parent), attribute, module.pretrained)
-            module.end()
         self._call.end()
 
     def save(self, path: str | Path) -> None:
-        """Writes the new parameters to a file of safetensors, with what they belong to and the name of the pretrained
-        model, which is not written.
+        """Writes the new parameters to a file of safetensors, by name; the pretrained model is not written.
 
         Raises:
-            MetaTTTError: the file cannot be written.
+            OSError: the file cannot be written.
         """
-        base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
-        tensors = {name: one.detach() for name, one in self.named_parameters()}
-        file = Path(path).expanduser()
-        try:
-            with replaced(file) as part:
-                write_tensors(part, tensors, json.dumps({"format": FORMAT, "base": base} | self._about))
-        except (OSError, SafetensorError) as error:
-            raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        with replaced(Path(path).expanduser()) as part:
+            write_tensors(part, dict(self.named_parameters()))
 
+    def load(self, path: str | Path) -> None:
+        """Takes the parameters of a file that `save` has written, of layers that were attached in the same way.
 
-def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
-    """What `Attached.save` has written, attached again: `load_attached("my-layers.safetensors").model`.
-
-    Args:
-        path: the file.
-        model: the pretrained model; None: the one that the file names.
-
-    Raises:
-        MetaTTTError: no such file, one that is damaged, of another model, or that names code.
-    """
-    file = path_of(str(path), "path")
-    if not file.is_file():
-        raise MetaTTTError(f"{path} does not exist: `attach(...).save(path)` writes it")
-    check_own(file)
-    tensors, text = read_described(file)
-    about = parse(text, str(file)) if text else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise MetaTTTError(f"{file} holds no attached layers: give a file that `attach(...).save` has written")
-    words = [about.get(key) for key in ("base", "pattern", "layer", "how")]
-    settings = about.get("settings")
-    if not all(isinstance(one, str) for one in words) or not isinstance(settings, dict):
-        raise MetaTTTError(f"{file} is damaged: it does not say what its parameters belong to")
-    if any(word in json.dumps([about["layer"], settings]) for word in CODE):
-        raise MetaTTTError(
-            f"{file} names classes of its own, which a file cannot have run: attach such a layer yourself"
-        )
-    if model is None:
-        need("transformers", extra="hf", what="the pretrained model")
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(about["base"], use_safetensors=True)
-    made = attach(model, about["pattern"], about["layer"], about["how"], **settings)
-    parameters = dict(made.named_parameters())
-    wrong = tensors.keys() ^ parameters.keys() or {
-        name for name, one in parameters.items() if one.shape != tensors[name].shape
-    }
-    if wrong:
-        made.detach()
-        raise MetaTTTError(f"{file} is of another model: it does not fit at {min(wrong)}")
-    with torch.no_grad():
-        for name, value in tensors.items():
-            parameters[name].copy_(value)
-    return made
+        Raises:
+            MetaTTTError: no such file, one that is damaged, or of other layers.
+        """
+        check_own(file := Path(path).expanduser())
+        tensors, parameters = read_tensors(file), dict(self.named_parameters())
+        wrong = tensors.keys() ^ parameters.keys() or {
+            name for name, one in parameters.items() if one.shape != tensors[name].shape
+        }
+        if wrong:
+            raise MetaTTTError(f"{file} is of other layers: it does not fit at {min(wrong)}")
+        with torch.no_grad():
+            for name, value in tensors.items():
+                parameters[name].copy_(value)
 
 
 # -- one call of the model ---------------------------------------------------------------------------------------------
@@ -187,14 +145,14 @@ class _Call:
         self.read_before: int | None = None  # tokens that the cache held before the call
         self.embeddings: Tensor | None = None
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        self._hooks = [
+        self.hooks = [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             embedding.register_forward_hook(self._embedded),
             *(one.register_forward_pre_hook(self._enter, with_kwargs=True) for one in blocks),
         ]
 
     def end(self) -> None:
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:  # a copy of the model has nothing of the last call
@@ -307,8 +265,9 @@ class _Beside(nn.Module):
         self.name, self.how = name, how
         self.pretrained = attention
         like = next(attention.parameters())
-        heads = {"num_heads": _heads(attention, dim)} | dict(settings)
-        self.layer = build(layer, dim=dim, **heads).to(like.device, like.dtype)
+        width = getattr(attention, "head_dim", None)  # heads as wide as those of the attention, where these divide D
+        heads = dim // width if isinstance(width, int) and dim % width == 0 else 1
+        self.layer = build(layer, dim=dim, **{"num_heads": heads} | dict(settings)).to(like.device, like.dtype)
         self.scale = nn.Parameter(like.new_zeros(()))
         self.__dict__["call"] = call
         _as_before(self, "pretrained")
@@ -328,9 +287,6 @@ class _Beside(nn.Module):
         first, *others = found if isinstance(found, tuple) else (found,)
         first = first + torch.tanh(self.scale) * y
         return (first, *others) if isinstance(found, tuple) else first
-
-    def end(self) -> None:
-        """Nothing to take back."""
 
     def __getattr__(self, name: str) -> Any:  # what blocks ask of their attention
         try:
@@ -355,7 +311,7 @@ class _InPlace(nn.Module):
         self.name, self.labels = name, labels
         self.__dict__.update(call=call, entered=None)
         _as_before(self, "map.linear")
-        self._hook = mlp.register_forward_pre_hook(self._enter)
+        call.hooks.append(mlp.register_forward_pre_hook(self._enter))
 
     @property
     def pretrained(self) -> nn.Module:
@@ -373,19 +329,5 @@ class _InPlace(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"entered": None}
 
-    def end(self) -> None:
-        self._hook.remove()
-
     def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> None:
         self.__dict__["entered"] = args[0]
-
-
-def _width(model: nn.Module) -> int:
-    width: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
-    return width
-
-
-def _heads(attention: nn.Module, dim: int) -> int:
-    """Heads of the width that the attention has, where they divide D."""
-    width = getattr(attention, "head_dim", None)
-    return dim // width if isinstance(width, int) and dim % width == 0 else 1
