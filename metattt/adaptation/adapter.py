@@ -166,20 +166,20 @@ class Adapter:
             MetaTTTError: another number of documents than before, or documents that have ended.
             NotFinite: a loss that is none: the weights have diverged.
         """
-        return self._advance(ids, learns=True, scores=True, logits=logits)
+        return self._advance(ids, True, logits)
 
     def score(self, ids: Ids, logits: bool = False) -> Score:
         """Scores the next tokens with the weights as they are. Nothing is learned, and the documents stay where they
         are. Arguments and errors are those of `read`."""
         before = self.state, self._documents
         try:
-            return self._advance(ids, learns=False, scores=True, logits=logits)
+            return self._advance(ids, False, logits)
         finally:
             self.state, self._documents = before
 
     def learn(self, ids: Ids) -> None:
-        """Learns the next tokens, whose predictions are not wanted. Arguments and errors are those of `read`."""
-        self._advance(ids, learns=True, scores=False, logits=False)
+        """As `read`, of tokens whose predictions are not wanted."""
+        self.read(ids)
 
     def generate(self, prompt: Tensor, max_new_tokens: int = 256, **options: Any) -> Tensor:
         """Continues prompts with what was learned. The prompts are not learned.
@@ -237,7 +237,7 @@ class Adapter:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, ids: Ids, learns: bool, scores: bool, logits: bool) -> Score:
+    def _advance(self, ids: Ids, learns: bool, logits: bool) -> Score:
         ids, lengths = _padded(ids, next(self.base.parameters()).device, self._vocab_size)
         state = self._begun(len(ids)) if self.state is None else self.state
         if len(state.tokens) != len(ids):
@@ -258,11 +258,9 @@ class Adapter:
             seen.append((done, state.seen))
             if waiting == size and learns:
                 nats, state, values = self._learned(state, part.shape[1], logits)
-            elif scores or (waiting == size and self.carries):
+            else:
                 nats, after, values = self._read(state, part.shape[1], logits)
                 state = state._replace(model=after) if waiting == size else state
-            else:
-                nats, values = part.new_zeros(part.shape, dtype=torch.float32), None
             if waiting == size:
                 state = state._replace(
                     tokens=state.tokens[:, -(self.context + 1) :], position=state.position + size, waiting=0

@@ -91,7 +91,12 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
             f"{origin} has checkpoint version {version!s:.20}; this release reads version {VERSION}: use the release "
             "that wrote it, or train the model again"
         )
-    check_plain(config, origin)
+    for path, value in leaves(config):
+        if is_computed(value):
+            where = ".".join(map(str, path))
+            raise MetaTTTError(
+                f"{origin} has {value[:80]!r} as `{where}`: only ${{key}} is filled in, nothing is computed"
+            )
     for part in PARTS:
         if not isinstance(config.get(part), dict | None):
             raise MetaTTTError(
@@ -209,16 +214,6 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 def is_computed(value: Any) -> bool:
     """Whether a value is a text in which something is filled in other than another value."""
     return isinstance(value, str) and "${" in REFERENCE.sub("", value)
-
-
-def check_plain(config: Any, origin: object) -> None:
-    """Raises an error for values that are computed."""
-    for path, value in leaves(config):
-        if is_computed(value):
-            where = ".".join(map(str, path))
-            raise MetaTTTError(
-                f"{origin} has {value[:80]!r} as `{where}`: only ${{key}} is filled in, nothing is computed"
-            )
 
 
 def check_target(target: Any, node: Mapping[str, Any], origin: object, trust: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from metattt.composition.messages import first_line
 from metattt.data.sources import FOREIGN, is_local, load
 from metattt.data.tokenizers import Tokenizer, document_tokens, load_tokenizer
-from metattt.data.windows import Batches, Split, WindowArray, WindowData, Windows, digest_of, no_test_text
+from metattt.data.windows import Batches, Split, WindowData, Windows, digest_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import path_of
 from metattt.registry import register
@@ -269,10 +269,9 @@ class StreamData(WindowData):
     def source(self) -> str:
         return f"{self.path}, streamed"
 
-    def windows(self, name: Split) -> WindowArray:
+    def windows(self, name: Split) -> Any:
         """The windows of one split, `train` (which has no end) or `validation`; others raise an error."""
-        if name == "test":
-            raise no_test_text(self.source)
+        self.check_no_test(name)
         if name == "all":
             raise MetaTTTError("split=all: a stream has no end; split=validation reads what is held out")
         self.setup()

@@ -4,12 +4,14 @@ inner loops."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.progress import track
 
 from metattt.checkpoints.files import home
 from metattt.checkpoints.trained import Trained
@@ -57,6 +59,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     data.read_as(tokenizers[0])
     edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
 
+    shown = partial(track, console=Console(stderr=True), transient=True)
     scores: dict[str, Scores] = {}
     curves: dict[str, dict[int, inner_loss.Curves]] = {}
     for name, text in texts.items():
@@ -64,9 +67,10 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         start = data.tokenizer.separator if text.get("document_reset") else None
         sizes, count = data.tokenizer.token_bytes, chosen.inner_loss_windows
         try:
-            scores[name] = score(model, data.loader(split), sizes, chosen.segment, start, progress=True)
+            scores[name] = score(model, shown(data.loader(split), "evaluating"), sizes, chosen.segment, start)
             if chosen.inner_loss and _can_measure(job.console, name, model):
-                curves[name] = inner_loss.average(model, data.loader(split), count, chosen.segment, progress=True)
+                windows = shown(data.loader(split), "inner losses")
+                curves[name] = inner_loss.average(model, windows, count, chosen.segment)
         except NotFinite as error:
             raise MetaTTTError(f"{job.known[name].path}: {error}") from error
     columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from metattt.declared import Declared
 from metattt.errors import MetaTTTError
@@ -81,6 +82,7 @@ class Backbone(Declared):
     `pre_conv`, `conv_width` and `norm_eps`."""
 
     _group = "model"
+    checkpoint_blocks: bool = False
 
     def make_blocks(self, layers: Sequence[Callable[[], nn.Module]], count: int, causal: bool = True) -> None:
         """`count` blocks, whose layers the functions make in turn.
@@ -103,6 +105,32 @@ class Backbone(Declared):
         """The block of this number around a layer."""
         width: Any = self.conv_width if self.pre_conv else None
         return Block(self.dim, layer, self.ffn_dim, width, self.norm_eps)  # type: ignore[arg-type]
+
+    def _through(
+        self, count: int, x: Tensor, before: Any, ctx: Context, packing: Packing | None, donate_state: bool
+    ) -> tuple[Tensor, list[Any], list[Any]]:
+        """`x` `[B, T, D]` after the first `count` blocks, with their states and tails, from a state `before`."""
+        layers, tails = [], []
+        for number, (state, tail) in enumerate(zip(before.layers[:count], before.tails, strict=False)):
+            x, state, tail = self.run_block(number, x, state, tail, ctx, packing, donate_state)
+            layers.append(state)
+            tails.append(tail)
+        return x, layers, tails
+
+    def run_block(
+        self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, donate_state: bool
+    ) -> tuple[Tensor, Any, Any]:
+        """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the
+        backward pass."""
+        block = self.blocks[number]
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return checkpoint(block, x, state, tail, ctx, packing, use_reentrant=False)
+        return block(x, state, tail, ctx, packing, donate_state)
+
+    def check_blocks_of(self, count: int) -> None:
+        """Raises an error for the state of a model with another number of blocks."""
+        if count != len(self.blocks):
+            raise MetaTTTError(f"the state is of a model with {count} blocks, this one has {len(self.blocks)}")
 
     def check_causal(self) -> None:
         """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.

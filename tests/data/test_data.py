@@ -182,11 +182,11 @@ def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str) -> N
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
     file.write_bytes(b"not parquet at all")
-    assert "is not a parquet file" in refused(str(tmp_path))
+    assert "x.parquet:1 cannot be read" in refused(str(tmp_path))
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), file)
     assert "no column 'text', only body" in refused(str(tmp_path))
     pyarrow.parquet.write_table(pyarrow.table({"text": [3]}), file)
-    assert "'text' holds int, not text" in refused(str(tmp_path))
+    assert "x.parquet:1 has no text in 'text'" in refused(str(tmp_path))
 
 
 @pytest.mark.parametrize(
