@@ -2,8 +2,7 @@
 them.
 
 `leaks` takes nobody's word: it changes a text from some token on and scores it once more. All predictions up to that
-token, which were made from the tokens before it, must stay as they were. `unseen` compares what a score says of its
-weights with what was scored.
+token, which were made from the tokens before it, must stay as they were.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from metattt.adaptation.adapter import Score
 
 Scorer = Callable[[list[Tensor]], list[Tensor]]
 """Documents, `[n]` token ids each, to the logits `[n, V]` that their tokens were predicted with."""
@@ -71,17 +68,6 @@ def leaks(
             scored = scorer([*documents[:number], changed, *documents[number + 1 :]])
             if leak := _first(expected, scored, number, place, carries, 2 * noise):
                 yield leak
-
-
-def unseen(scores: Sequence[Score]) -> bool:
-    """Whether no score has been made with weights that say that they had learned one of its tokens."""
-    for score in scores:
-        columns = [column for column, _ in score.seen]
-        for column, seen in zip(columns, (rows for _, rows in score.seen), strict=True):
-            for document, known in zip(score.documents, seen, strict=True):
-                if dict(known).get(document, 0) > score.start + column:
-                    return False
-    return True
 
 
 def repeated(documents: Sequence[Tensor]) -> list[tuple[int, int]]:

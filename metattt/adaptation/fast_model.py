@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,6 @@ LORA_RANK = 8
 MLP = ("mlp", "ffn", "feed_forward", "fc", "c_fc", "c_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
 """Parts of a path that say that a linear map is of an MLP."""
 DOWN, UP = "/down", "/up"  # what the names of the two factors of a low-rank change end with
-
-
-class Place(NamedTuple):
-    """A parameter that is fast: attribute `attribute` of the module `module`; `key` is its name among the weights. (A
-    tensor that stands in two modules, as a tied embedding, has one key.)"""
-
-    module: str
-    attribute: str
-    key: str
 
 
 class FastModel:
@@ -74,8 +65,7 @@ class FastModel:
         self.start: Tensors = {}
         self._values: Mapping[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
-        for name in dict.fromkeys(place.module for place in places):
-            held = {place.attribute: place.key for place in places if place.module == name}
+        for name, held in places.items():
             module = self.model.get_submodule(name)
             self._begin(module, held, generator)
             module.forward = self._forward(module, held)
@@ -195,8 +185,9 @@ def _is_batch(given: tuple[Any, ...]) -> bool:
 
 def _chosen(
     model: nn.Module, fast: str | Sequence[str], frozen_blocks: int, called: set[str], low_rank: bool
-) -> list[Place]:
-    """The parameters that `fast` names, in every module that holds them.
+) -> dict[str, dict[str, str]]:
+    """The parameters that `fast` names: module -> attribute -> name among the fast weights. (A tensor that stands in
+    two modules, as a tied embedding, has one name.)
 
     Raises:
         MetaTTTError: as `FastModel`.
@@ -218,19 +209,18 @@ def _chosen(
         )
         if named and not path.startswith(frozen):
             keys.setdefault(id(parameter), path)
-    places = []
+    places: dict[str, dict[str, str]] = {}
     for name, module, attribute, parameter in held:
-        path = f"{name}.{attribute}"
-        if id(parameter) not in keys:
+        if (key := keys.get(id(parameter))) is None:
             continue
         if name in called and (not low_rank or (parameter.ndim == 2 and _widths(module))):
-            places.append(Place(name, attribute, keys[id(parameter)]))
-        elif patterns is not None or any(place.key == keys[id(parameter)] for place in places):
+            places.setdefault(name, {})[attribute] = key
+        elif patterns is not None or any(key in one.values() for one in places.values()):
             why = "is no matrix of a linear map: leave out rank" if low_rank and name in called else (
                 "is not applied by its own module to each document by itself, as a linear map, a norm or an embedding "
                 "is: leave it out of fast"
             )  # fmt: skip
-            raise MetaTTTError(f"{path} {why}")
+            raise MetaTTTError(f"{name}.{attribute} {why}")
         else:  # a bias, or a parameter that another module reads
             del keys[id(parameter)]
     known = [f"{name}.{attribute}" for name, _, attribute, parameter in held if id(parameter) in keys]
