@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from metattt.catalog.known_layers import GROUPS, MEASURED, KnownLayer, checksum, known_layers
 from metattt.combined import Combined
@@ -27,6 +24,7 @@ from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
+from metattt.measures.flops import count_flops
 from metattt.mixers.base import Mixer
 from metattt.registry import REGISTERED
 from metattt.state import WHOLE_CALL
@@ -102,34 +100,13 @@ def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-class Operations(TorchDispatchMode):
-    """Counts multiplications and additions of matrix products and attention while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        cost = flop_registry.get(packet)
-        if cost is not None:
-            self.count += cost(*args, **(kwargs or {}), out_val=result)
-        elif re.fullmatch(r"_scaled_dot_product\w*_attention\w*(?<!_backward)", packet.__name__):
-            # which operator attention becomes differs by version and device; torch counts some of them only
-            self.count += sdpa_flop_count(*(one.shape for one in args[:3]))
-        return result
-
-
 def _measure(layer: TTTLayer | Combined | Mixer, count: int) -> tuple[int, int]:
     """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for
     them."""
     x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        layer(x)  # the first call of a length finds out shapes
-        with Operations() as operations:
-            _, state = layer(x)
-    return state.nbytes, operations.count
+        _, state = layer(x)  # the first call of a length finds out shapes
+    return state.nbytes, count_flops(layer, x)
 
 
 def _polynomial(values: Sequence[int], counts: Sequence[int]) -> tuple[float, float, float]:
