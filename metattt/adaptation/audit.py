@@ -57,7 +57,8 @@ def leaks(
     """
     generator = torch.Generator().manual_seed(seed)
     expected, again = scorer(list(documents)), scorer(list(documents))
-    noise = max((_moved(one, other) for one, other in zip(expected, again, strict=True)), default=0.0)
+    pairs = [(one.double(), two.double()) for one, two in zip(expected, again, strict=True) if one.numel()]
+    noise = max((float((one - two).abs().max()) for one, two in pairs), default=0.0)
     for number, document in enumerate(documents):
         for place in range(len(document)) if positions is None else positions:
             if place >= len(document):
@@ -86,23 +87,13 @@ def _first(
     expected: Sequence[Tensor], scored: Sequence[Tensor], number: int, place: int, carries: bool, noise: float
 ) -> Leak | None:
     """The first prediction that moved by a change of document `number` from token `place` on."""
-    for document, stop in _untouched([len(one) for one in expected], number, place, carries):
-        difference = (expected[document][:stop].double() - scored[document][:stop].double()).abs().amax(-1)
+    for document, (one, other) in enumerate(zip(expected, scored, strict=True)):
+        if carries and document > number:
+            break
+        stop = place + 1 if document == number else len(one)
+        difference = (one[:stop].double() - other[:stop].double()).abs().amax(-1)
         moved = (difference > noise) | difference.isnan()
         if bool(moved.any()):
             token = int(moved.int().argmax())
             return Leak(document, token, (number, place), float(difference[token]))
     return None
-
-
-def _untouched(lengths: Sequence[int], number: int, place: int, carries: bool) -> Iterator[tuple[int, int]]:
-    """Documents and how many of their predictions must not move."""
-    for document, length in enumerate(lengths):
-        if document == number:
-            yield document, place + 1
-        elif document < number or not carries:
-            yield document, length
-
-
-def _moved(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -97,11 +98,14 @@ class FastModel:
     def _called(self) -> set[str]:
         """The modules without children that a call of the model calls with one tensor whose first axis is the batch."""
         found: set[str] = set()
+
+        def look(module: nn.Module, given: Any, named: Any, name: str) -> None:
+            x = given[0] if len(given) == 1 and not named else None
+            if isinstance(x, Tensor) and x.ndim > 1 and len(x) == PROBED[0]:
+                found.add(name)
+
         hooks = [
-            module.register_forward_pre_hook(
-                lambda _, given, named, name=name: found.add(name) if _is_batch(given) and not named else None,
-                with_kwargs=True,
-            )
+            module.register_forward_pre_hook(partial(look, name=name), with_kwargs=True)
             for name, module in self.model.named_modules()
             if not list(module.children())
         ]
@@ -179,10 +183,6 @@ PROBED = 3, 2
 first axis.)"""
 
 
-def _is_batch(given: tuple[Any, ...]) -> bool:
-    return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim > 1 and len(given[0]) == PROBED[0]
-
-
 def _chosen(
     model: nn.Module, fast: str | Sequence[str], frozen_blocks: int, called: set[str], low_rank: bool
 ) -> dict[str, dict[str, str]]:
@@ -193,7 +193,8 @@ def _chosen(
         MetaTTTError: as `FastModel`.
     """
     patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast)
-    blocks = _blocks(model)
+    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    blocks = max(lists, default=(0, ""), key=lambda one: one[0])[1]  # the longest list of modules
     frozen = tuple(f"{blocks}.{number}." for number in range(frozen_blocks))
     held = [
         (name, module, attribute, parameter)
@@ -241,12 +242,6 @@ def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
     if fast == "mlp":
         return inside and bool(set(name.split(".")) & set(MLP))
     return fast == "all" or inside
-
-
-def _blocks(model: nn.Module) -> str:
-    """The name of the longest list of modules: the blocks."""
-    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, default=(0, ""), key=lambda one: one[0])[1]
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | tuple[()]:

@@ -51,10 +51,18 @@ def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     if block >= WHOLE_CALL:
         counts = [25, 625, 1225]  # squares at equal distances: maps of an image
-    sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
+    sizes, costs = [], []
+    for count in counts:
+        x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            sizes.append(layer(x)[1].nbytes)
+        costs.append(count_flops(layer, x))
     state = _polynomial(sizes, counts)
     growth = max(_degree(state), _degree(_polynomial(costs, counts)) - 1)
-    return KnownLayer(parts, _is_causal(layer), state if _goes_on(layer) else None, growth)
+    changes = found_out(layer, layer.dim)
+    if changes is None:
+        raise MetaTTTError("a known layer gives values that are not finite on random tokens")
+    return KnownLayer(parts, layer.causal and not changes, state if _goes_on(layer) else None, growth)
 
 
 def _layers(node: DictConfig) -> Iterator[DictConfig]:
@@ -86,7 +94,9 @@ def _part(node: DictConfig, group: str) -> tuple[str, str]:
     changed = [
         (key, node[key]) for key, default in defaults.items() if key in node and default is not inspect.Parameter.empty
     ]
-    return name, ", ".join(f"{key}={_yaml(value)}" for key, value in changed if value != defaults[key])
+    words = [(key, str(value)) for key, value in changed if value != defaults[key]]
+    plain = {"True": "true", "False": "false", "None": "none"}
+    return name, ", ".join(f"{key}={plain.get(word, word)}" for key, word in words)
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
@@ -94,19 +104,6 @@ def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
     if len(parts) == 1:
         return parts[0]
     return " + ".join(name for name, _ in parts), " + ".join(settings or "defaults" for _, settings in parts)
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-def _measure(layer: TTTLayer | Combined | Mixer, count: int) -> tuple[int, int]:
-    """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for
-    them."""
-    x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        _, state = layer(x)  # the first call of a length finds out shapes
-    return state.nbytes, count_flops(layer, x)
 
 
 def _polynomial(values: Sequence[int], counts: Sequence[int]) -> tuple[float, float, float]:
@@ -131,14 +128,6 @@ def _goes_on(layer: TTTLayer | Combined | Mixer) -> bool:
         except MetaTTTError:
             return False
     return True
-
-
-def _is_causal(layer: TTTLayer | Combined | Mixer) -> bool:
-    """Whether later tokens change earlier outputs."""
-    changes = found_out(layer, layer.dim)
-    if changes is None:
-        raise MetaTTTError("a known layer gives values that are not finite on random tokens")
-    return layer.causal and not changes
 
 
 def write_down(dim: int, num_heads: int) -> str:

@@ -89,8 +89,9 @@ def count_flops(module: nn.Module, x: Tensor) -> int:
     """Of one call, however it is computed; 2 for each multiply-add."""
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _OneTotal()  # type: ignore[assignment]
+    nothing = lambda *_, **__: nullcontext()  # noqa: E731 (torch.autocast does not know the meta device)
     # (torch does not count all operators that attention may become)
-    with torch.no_grad(), mock.patch.object(torch, "autocast", _nothing), sdpa_kernel(SDPBackend.MATH), counter:
+    with torch.no_grad(), mock.patch.object(torch, "autocast", nothing), sdpa_kernel(SDPBackend.MATH), counter:
         module(x)
     return counter.get_total_flops()
 
@@ -106,8 +107,3 @@ class _OneTotal(nullcontext[None]):
     """In the place of the counter's module tracker, whose hooks do not allow `autograd.grad` inside a module."""
 
     parents = ("Global",)
-
-
-def _nothing(device_type: str, enabled: bool = True) -> Any:
-    """In the place of `torch.autocast`, which does not know the meta device."""
-    return nullcontext()

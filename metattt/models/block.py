@@ -88,15 +88,18 @@ class Backbone(Declared):
         """`count` blocks, whose layers the functions make in turn.
 
         Raises:
-            MetaTTTError: more blocks than the machine can hold; a layer that sees the future, if `causal`.
+            MetaTTTError: more blocks than the machine can hold; no layer, or one that sees the future, if `causal`.
         """
         dim: Any = self.dim
         hidden: Any = getattr(self, "ffn_dim", None)
-        self.ffn_dim = default_ffn(dim) if hidden is None else hidden
+        self.ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if hidden is None else hidden  # rounded up to a multiple of 16
         check_blocks("model.num_layers", count, 3 * dim * self.ffn_dim + dim * dim)
         self.blocks, causality = nn.ModuleList(), Causality()
         for number in range(count):
-            made = make_layer(layers[number % len(layers)], number)
+            made = layers[number % len(layers)]()
+            if not isinstance(made, nn.Module):
+                kind = type(made).__name__
+                raise MetaTTTError(f"the layer of block {number} is a {kind}: it must be a torch.nn.Module")
             if causal:
                 causality.check(made, dim)
             self.blocks.append(self._block(number, made))
@@ -189,23 +192,6 @@ def check_function(name: str, function: object) -> None:
     if not callable(function) or isinstance(function, nn.Module):
         kind = type(function).__name__
         raise MetaTTTError(f"{name} is a {kind}: it must be a function, such as one that makes a layer")
-
-
-def make_layer(make: Callable[[], nn.Module], number: int) -> nn.Module:
-    """The layer of the block of this number.
-
-    Raises:
-        MetaTTTError: `make` makes something else.
-    """
-    made = make()
-    if not isinstance(made, nn.Module):
-        raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
-    return made
-
-
-def default_ffn(dim: int) -> int:
-    """Hidden width of a SwiGLU: 8/3 of D, rounded up to a multiple of 16."""
-    return 16 * math.ceil(dim * 8 / 3 / 16)
 
 
 def check_blocks(key: str, count: int, numbers: int) -> None:

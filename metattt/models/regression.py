@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
 from metattt.models.block import Backbone, check_function, take
 from metattt.models.language_model import LanguageModelState
 from metattt.registry import register
@@ -58,10 +57,8 @@ class Regression(Backbone):
         """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
 
         Raises:
-            MetaTTTError: tokens of another width, or the state of another model.
+            MetaTTTError: the state of another model.
         """
-        if x.ndim != 3 or x.shape[2] != self.in_features:
-            raise MetaTTTError(f"x has shape {list(x.shape)}, the model takes [B, T, {self.in_features}]")
         none = (None,) * len(self.blocks)
         before = LanguageModelState(none, none) if state is None else state
         self.check_blocks_of(len(before.layers))

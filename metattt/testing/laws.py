@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,7 +149,10 @@ def derivatives(spec: Specimen) -> float:
 def splits(spec: Specimen) -> float:
     """Splitting a sequence anywhere gives the outputs, gradients and final state of one call."""
     layer = spec.make()
-    _one_call_only(layer)
+    if not layer.learner.streams:
+        raise NotApplicable(f"{type(layer.learner).__name__} treats every call by itself, without a state")
+    if layer.optimizer.read in ("block", "final"):
+        raise NotApplicable(f"optimizer.read={layer.optimizer.read} shows a query tokens that come after it")
     x = spec.tokens()
     whole = run(layer, x, grads=True)
     length, size = x.shape[1], layer.optimizer.mini_batch_size
@@ -169,7 +172,9 @@ def causality(spec: Specimen) -> float:
     """`∂y_t/∂x_s = 0` for s > t, exactly, and the outputs up to t do not change with the tokens after t."""
     layer = spec.make()
     if not layer.causal:
-        raise NotApplicable(_not_causal(layer))
+        found = [type(part).__name__ for part in (layer.task, layer.learner) if not part.causal]
+        found += [] if layer.optimizer.causal else [f"optimizer.read={layer.optimizer.read}"]
+        raise NotApplicable(f"{' and '.join(found)} is not causal")
     x = spec.tokens().requires_grad_()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -250,22 +255,6 @@ def _takes_any_length(layer: TTTLayer) -> None:
             layer.optimizer.permutation(count, torch.device("cpu"))
         except MetaTTTError as refusal:
             raise NotApplicable(f"the rule accepts calls of some lengths only: {refusal}") from None
-
-
-def _one_call_only(layer: TTTLayer) -> None:
-    if not layer.learner.streams:
-        raise NotApplicable(f"{type(layer.learner).__name__} treats every call by itself, without a state")
-    if layer.optimizer.read in ("block", "final"):
-        raise NotApplicable(f"optimizer.read={layer.optimizer.read} shows a query tokens that come after it")
-
-
-def _not_causal(layer: TTTLayer) -> str:
-    parts: tuple[Any, ...] = (layer.task, layer.learner)
-    named = [type(part).__name__ for part in parts if not part.causal]
-    return (
-        " and ".join([*named, *([] if layer.optimizer.causal else [f"optimizer.read={layer.optimizer.read}"])])
-        + " is not causal"
-    )
 
 
 LAWS: dict[str, Law] = {
