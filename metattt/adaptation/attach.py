@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metattt.adaptation.in_place import InPlaceLinear
+from metattt.adaptation.in_place import InPlaceMemory
 from metattt.checkpoints.tensors import read_tensors, write_tensors
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
@@ -58,19 +58,20 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     made: dict[str, _Beside | _InPlace] = {}
     for name in names:
         module = model.get_submodule(name)
-        if isinstance(module, _Beside | _InPlace):
+        if isinstance(getattr(module.forward, "__self__", None), _Beside | _InPlace):
             raise MetaTTTError(f"{name} has an attached layer already: call its `detach()` first")
         if layer == IN_PLACE:
-            made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), dict(settings))
+            made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), **settings)
         else:
             made[name] = _Beside(name, module, call, layer, how, width, settings)  # type: ignore[arg-type]
     causality = Causality()
     for one in made.values():
         if isinstance(one, _Beside):
-            causality.check(one.layer, width)  # type: ignore[arg-type]
-    for name, one in made.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, one)
+            causality.check(one.added["layer"], width)  # type: ignore[arg-type]
+    for one in made.values():
+        for attribute, part in one.added.items():
+            setattr(one.module, attribute, part)
+        one.module.forward = one.forward
     return Attached(model, made, call)
 
 
@@ -82,7 +83,7 @@ class Attached:
 
     Attributes:
         model: the model.
-        modules: what stands in the places, by name.
+        modules: what was attached to which module, by its name.
     """
 
     def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call):
@@ -91,17 +92,19 @@ class Attached:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are new, by name. To train these alone, freeze the others first:
         `model.requires_grad_(False)`, then `requires_grad_()` of these."""
-        for name, module in self.modules.items():
-            held = {id(one) for one in module.pretrained.parameters()}
-            for own, parameter in module.named_parameters():
-                if id(parameter) not in held:
+        for name, one in self.modules.items():
+            for own, parameter in one.module.named_parameters():
+                if own.partition(".")[0] in one.added:
                     yield f"{name}.{own}", parameter
 
     def detach(self) -> None:
-        """Puts the pretrained modules back into their places."""
-        for name, module in self.modules.items():
-            parent, _, attribute = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), attribute, module.pretrained)
+        """Takes the layers away: the model is as it was."""
+        for one in self.modules.values():
+            del one.module.forward
+            if one.module.forward != one.before:  # another library had put its own there
+                one.module.forward = one.before
+            for attribute in one.added:
+                delattr(one.module, attribute)
         self._call.end()
 
     def save(self, path: str | Path) -> None:
@@ -233,101 +236,66 @@ def _states(cache: Any) -> dict[str, Any]:
     return states
 
 
-# -- what stands in the places -----------------------------------------------------------------------------------------
+# -- what a module computes instead ------------------------------------------------------------------------------------
 
 
-def _as_before(module: nn.Module, inside: str) -> None:
-    """What `module.<inside>` holds keeps the names in state dicts that it had without `module`: a folder that
-    `save_pretrained` writes is still one of the pretrained model, with some tensors more."""
-
-    def out(module: nn.Module, held: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name in [one for one in held if one.startswith(f"{prefix}{inside}.")]:
-            held[prefix + name.removeprefix(f"{prefix}{inside}.")] = held.pop(name)
-
-    def back(module: nn.Module, held: dict[str, Any], prefix: str, *others: Any) -> None:
-        for name in module.get_submodule(inside).state_dict():
-            if prefix + name in held:
-                held[f"{prefix}{inside}.{name}"] = held.pop(prefix + name)
-
-    module.register_state_dict_post_hook(out)
-    module.register_load_state_dict_pre_hook(back)
-
-
-class _Beside(nn.Module):
+class _Beside:
     """An attention with a sequence layer beside it, or in its place."""
 
     def __init__(
         self, name: str, attention: nn.Module, call: _Call, layer: str, how: str, dim: int, settings: Mapping[str, Any]
     ):
-        super().__init__()
         if not hasattr(attention, "layer_idx"):
             raise MetaTTTError(f"{name} is a {type(attention).__name__}: layer={layer} goes beside an attention")
-        self.name, self.how = name, how
-        self.pretrained = attention
+        self.name, self.module, self.before, self.call, self.how = name, attention, attention.forward, call, how
         like = next(attention.parameters())
         width = getattr(attention, "head_dim", None)  # heads as wide as those of the attention, where these divide D
         heads = dim // width if isinstance(width, int) and dim % width == 0 else 1
-        self.layer = build(layer, dim=dim, **{"num_heads": heads} | dict(settings)).to(like.device, like.dtype)
-        self.scale = nn.Parameter(like.new_zeros(()))
-        self.__dict__["call"] = call
-        _as_before(self, "pretrained")
+        made = build(layer, dim=dim, **{"num_heads": heads} | dict(settings)).to(like.device, like.dtype)
+        self.added: dict[str, Any] = {"scale": nn.Parameter(like.new_zeros(())), "layer": made}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        call: _Call = self.__dict__["call"]
-        state = call.state(self.name)
-        y, state = self.layer(x, state, mask=call.valid(x.shape[1]))
-        call.keep(self.name, state)
+        attention: Any = self.module
+        y, state = attention.layer(x, self.call.state(self.name), mask=self.call.valid(x.shape[1]))
+        self.call.keep(self.name, state)
         if self.how == "replace":
-            if call.cache is not None:  # which counts the tokens by what its layers hold
+            if self.call.cache is not None:  # which counts the tokens by what its layers hold
                 nothing = x.new_zeros(x.shape[0], 1, x.shape[1], 1)
-                call.cache.update(nothing, nothing, self.pretrained.layer_idx)
+                self.call.cache.update(nothing, nothing, attention.layer_idx)
             return y, None
-        found = self.pretrained(*args, **kwargs)
+        found = self.before(*args, **kwargs)
         first, *others = found if isinstance(found, tuple) else (found,)
-        first = first + torch.tanh(self.scale) * y
+        first = first + torch.tanh(attention.scale) * y
         return (first, *others) if isinstance(found, tuple) else first
 
-    def __getattr__(self, name: str) -> Any:  # what blocks ask of their attention
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("pretrained"), name)
 
-
-class _InPlace(nn.Module):
+class _InPlace:
     """A linear map of an MLP with fast weights, and where its labels come from."""
 
-    def __init__(self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, settings: dict[str, Any]):
-        super().__init__()
-        labels = settings.pop("labels", "hidden")
+    def __init__(
+        self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, labels: str = "hidden", **settings: Any
+    ):
         check_choice("labels", labels, ("hidden", "embeddings"))
         if not isinstance(linear, nn.Linear):
             raise MetaTTTError(f"{name} is a {type(linear).__name__}: layer={IN_PLACE} takes linear maps of MLPs")
-        try:
-            self.map = InPlaceLinear(linear, **settings)
-        except TypeError as error:
-            raise MetaTTTError(f"layer={IN_PLACE} has the settings chunk, lr, project and labels: {error}") from error
-        self.name, self.labels = name, labels
-        self.__dict__.update(call=call, entered=None)
-        _as_before(self, "map.linear")
+        self.name, self.module, self.before, self.call, self.labels = name, linear, linear.forward, call, labels
+        self.added: dict[str, Any] = {"map": InPlaceMemory(linear, **settings)}
+        self.entered: Tensor | None = None
         call.hooks.append(mlp.register_forward_pre_hook(self._enter))
 
-    @property
-    def pretrained(self) -> nn.Module:
-        return self.map.linear
-
     def forward(self, h: Tensor) -> Tensor:
-        call: _Call = self.__dict__["call"]
-        if call.valid(h.shape[1]) is not None:
+        if self.call.valid(h.shape[1]) is not None:
             raise MetaTTTError("In-Place TTT cuts a sequence into chunks, which padding would shift: give no padding")
-        labels = call.embeddings if self.labels == "embeddings" else self.__dict__["entered"]
-        y, state = self.map(h, labels, call.state(self.name))
-        call.keep(self.name, state)
-        return y
+        linear: Any = self.module
+        labels = self.call.embeddings if self.labels == "embeddings" else self.entered
+        learned, state = linear.map(h, labels, self.call.state(self.name))
+        self.call.keep(self.name, state)
+        y = self.before(h)
+        return y + linear.map.lr * learned.to(y.dtype)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:  # a copy of the model has nothing of the last call
         return self.__dict__ | {"entered": None}
 
     def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.__dict__["entered"] = args[0]
+        self.entered = args[0]

@@ -58,7 +58,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     data.read_as(tokenizers[0])
     edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
 
-    shown = partial(track, console=Console(stderr=True), transient=True)
+    shown: Any = partial(track, console=Console(stderr=True), transient=True)
     scores: dict[str, Scores] = {}
     curves: dict[str, dict[int, inner_loss.Curves]] = {}
     for name, text in texts.items():

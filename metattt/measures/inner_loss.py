@@ -4,11 +4,12 @@ Fig. 7)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from metattt.combined import Combined
 from metattt.errors import MetaTTTError, NotFinite
@@ -91,7 +92,7 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
     return reasons
 
 
-def average(model: LanguageModel, loader: Iterable[Tensor], windows: int, segment: int) -> dict[int, Curves]:
+def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segment: int) -> dict[int, Curves]:
     """`inner_loss_curves`, averaged over the first windows of a text.
 
     Args:

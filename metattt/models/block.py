@@ -82,7 +82,7 @@ class Backbone(Declared):
     `pre_conv`, `conv_width` and `norm_eps`."""
 
     _group = "model"
-    checkpoint_blocks: bool = False
+    checkpoint_blocks = False
 
     def make_blocks(self, layers: Sequence[Callable[[], nn.Module]], count: int, causal: bool = True) -> None:
         """`count` blocks, whose layers the functions make in turn.

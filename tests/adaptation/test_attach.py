@@ -177,7 +177,6 @@ def test_mistakes_are_named() -> None:
         (ATTENTION, "in_place", {}, "takes linear maps"),
         (ATTENTION, "mttt_linear", {}, "must not see it: optimizer.read=final"),
         (ATTENTION, "ttt_linear", {"direction": "both"}, "must not see it: Bidirectional"),
-        (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
         (DOWN, "in_place", {"labels": "tokens"}, "labels=tokens"),
     ):
         with pytest.raises(MetaTTTError, match=message):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from metattt.catalog.families import FAMILIES, OWN, Source, ordered, source, sources
+from metattt.catalog.families import FAMILIES, OWN, Source, ordered, sources
 from metattt.catalog.known_layers import MEASURED, known_layers, written_down
 from metattt.catalog.layer_measures import examine, write_down
 from metattt.cli import main
@@ -34,19 +34,6 @@ def test_every_known_layer_has_a_family_and_a_paper() -> None:
 def test_order() -> None:
     found = ordered({OWN, "zebras", "for images", "apes", "delta rules"})
     assert found == ["delta rules", "for images", "apes", "zebras", OWN]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("# family: delta rules; paper: A, or B, arXiv 2401.00001", Source("delta rules", "A, or B", "2401.00001")),
-        ("# family: apes; paper: none", Source("apes")),
-        ("# family: apes; paper: A thesis, 1999", Source("apes", "A thesis, 1999")),
-        ("# of another kind", Source(OWN)),
-    ],
-)
-def test_the_line_is_read(line: str, expected: Source) -> None:
-    assert source(["# @package _global_", "# Mine", line]) == expected
 
 
 def test_the_tables_of_the_page_are_those_of_the_configurations() -> None:

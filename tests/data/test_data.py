@@ -189,13 +189,7 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     assert "x.parquet:1 has no text in 'text'" in refused(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"context_length": 0}, {"batch_size": 0}, {"batch_size": 10**9}, {"validation_fraction": 1.0}, {"test_fraction": 0.9},
-        {"num_workers": -1}, {"seed": -1}, {"max_bytes": 0}, {"validation_max_bytes": 0}, {"test_fraction": float("nan")},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [{"context_length": 0}, {"batch_size": 10**9}, {"test_fraction": 0.9}, {"max_bytes": 0}])
 def test_numbers_without_a_meaning_are_refused(settings: dict[str, float]) -> None:
     name, value = next(iter(settings.items()))
     assert f"data.{name}={value} is not allowed" in refused(None, **settings)
