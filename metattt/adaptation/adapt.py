@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -113,7 +113,12 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     if chosen.audit:
         _audit(adapter, documents, chosen, console)
     with report(chosen.output_dir, folder / "eval", "adapt", console) as made:
-        made.csv("adapt", ("model", "position", "nats", "bytes"), _rows(results))
+        positions = (
+            (name, place + 1, float(nats), int(count))
+            for name, one in results.items()
+            for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True))
+        )
+        made.csv("adapt", ("model", "position", "nats", "bytes"), positions)
         curves = {
             f"{name}: {one.bits_per_byte:.3f}": [one.between(*bin_).bits_per_byte for bin_ in pairwise(edges)]
             for name, one in results.items()
@@ -204,10 +209,3 @@ def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings,
     if leak := next(leaks(scorer, [document], int(document.max()) + 1, places), None):
         raise RuntimeError(f"a prediction depends on a token that it should not see: {leak}")
     console.print(f"audit: {len(document):,} tokens, changed from {len(places)} places on: no prediction saw its token")
-
-
-def _rows(results: Mapping[str, Scores]) -> Iterator[tuple[Any, ...]]:
-    for name, one in results.items():
-        for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True)):
-            yield name, place + 1, float(nats), int(count)
-

@@ -43,7 +43,7 @@ def examine(name: str, dim: int, num_heads: int, *overrides: str) -> KnownLayer:
 def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     """The same for a layer that was made of a configuration."""
     nodes = list(_layers(cfg.layer))
-    parts = {group: _joined([_of_layer(node, group) for node in nodes]) for group in GROUPS}
+    parts = {group: list(_joined([_of_layer(node, group) for node in nodes])) for group in GROUPS}
     inner = [one for one in layer.modules() if isinstance(one, TTTLayer)]
     at_once = [getattr(one.learner, key, None) or 0 for one in inner for key in ("window", "chunk")]
     chunks = [one.chunk_size for one in layer.modules() if isinstance(one, Mixer)]
@@ -62,7 +62,7 @@ def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     changes = found_out(layer, layer.dim)
     if changes is None:
         raise MetaTTTError("a known layer gives values that are not finite on random tokens")
-    return KnownLayer(parts, layer.causal and not changes, state if _goes_on(layer) else None, growth)
+    return KnownLayer(parts, layer.causal and not changes, list(state) if _goes_on(layer) else None, growth)
 
 
 def _layers(node: DictConfig) -> Iterator[DictConfig]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -83,7 +83,13 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         made.csv("images", ("model", "images", "top1", "top5", "loss"), figures)
         curves = {name: one.inner for name, one in scores.items() if one.inner}
         if curves:
-            made.csv("inner_loss", ("model", "block", "inner_step", "loss"), _steps(curves))
+            steps = (
+                (name, block, step, loss)
+                for name, blocks in curves.items()
+                for block, losses in blocks.items()
+                for step, loss in enumerate(losses)
+            )
+            made.csv("inner_loss", ("model", "block", "inner_step", "loss"), steps)
     return scores
 
 
@@ -151,12 +157,6 @@ def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> N
     if curves:
         steps = map(str, range(max(map(len, curves)) - 2))
         console.print(table("inner loss, before the first step and after each", ("model", "block", *steps), curves))
-
-
-def _steps(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> Iterator[tuple[str, int, int, float]]:
-    for name, blocks in curves.items():
-        for block, losses in blocks.items():
-            yield from ((name, block, step, loss) for step, loss in enumerate(losses))
 
 
 def probabilities(model: Any, images: Tensor) -> Tensor:
