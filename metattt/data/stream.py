@@ -42,9 +42,7 @@ class Reader:
     def __init__(self, dataset: Any, text_key: str, tokenizer: Tokenizer, name: str = "the stream"):
         self.dataset, self.text_key, self.tokenizer, self.name = dataset, text_key, tokenizer, name
         self.begin = dataset.state_dict()
-        self.place: Any = self.begin  # of the document that is read
-        self.length, self.rest = 0, np.empty(0, np.int64)  # its tokens, and those that are left of it
-        self._documents = self._endless(self.begin)
+        self.go_to({"place": self.begin, "used": 0})
 
     def read(self, count: int) -> np.ndarray:
         """The next `count` tokens, int64.
@@ -54,15 +52,16 @@ class Reader:
         """
         found: list[np.ndarray] = []
         while count > 0:
-            if not len(self.rest):
-                self.rest = next(self._documents)
-            found.append(self.rest[:count])
-            self.rest, count = self.rest[count:], count - len(found[-1])
+            if self.used == len(self.tokens):
+                self.place, self.tokens = next(self._documents)
+                self.used = 0
+            found.append(self.tokens[self.used : self.used + count])
+            self.used, count = self.used + len(found[-1]), count - len(found[-1])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def bookmark(self) -> dict[str, Any]:
         """How far it has read, as plain data."""
-        return {"place": self.place, "used": self.length - len(self.rest)}
+        return {"place": self.place, "used": self.used}
 
     def go_to(self, bookmark: Mapping[str, Any]) -> None:
         """Goes on from a bookmark of the same stream.
@@ -70,11 +69,12 @@ class Reader:
         Raises:
             MetaTTTError: the stream has no such place.
         """
-        self._documents, used = self._endless(bookmark["place"]), bookmark["used"]
-        tokens = next(self._documents) if used else np.empty(0, np.int64)
-        if len(tokens) < used:
+        self.place, self.used = bookmark["place"], bookmark["used"]  # the document that is read, and how much of it
+        self._documents, self.tokens = self._endless(self.place), np.empty(0, np.int64)
+        if self.used:
+            self.place, self.tokens = next(self._documents)
+        if len(self.tokens) < self.used:
             raise MetaTTTError(f"data.path={self.name} has changed since the checkpoint was written")
-        self.rest = tokens[used:]
 
     def texts(self, place: Any) -> Iterator[tuple[Any, bytes]]:
         """All texts from a place on, empty ones too, each with its place: plain data that a later call can begin at."""
@@ -89,15 +89,14 @@ class Reader:
                 f"data.path={self.name} cannot be read as text in {self.text_key!r}: {first_line(error):.200}"
             ) from error
 
-    def _endless(self, place: Any) -> Iterator[np.ndarray]:
-        """The tokens of every document that is not empty, from a place on."""
+    def _endless(self, place: Any) -> Iterator[tuple[Any, np.ndarray]]:
+        """Place and tokens of every document that is not empty, from a place on."""
         while True:
             found = place is not self.begin
             for here, text in self.texts(place):
                 if text:
-                    found, tokens = True, document_tokens(self.tokenizer, text)
-                    self.place, self.length = here, len(tokens)
-                    yield tokens
+                    found = True
+                    yield here, document_tokens(self.tokenizer, text)
             if not found:
                 raise MetaTTTError(f"data.path={self.name} holds no text to train on")
             place = self.begin

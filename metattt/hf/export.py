@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +61,8 @@ class ExportSettings:
 
 
 def export(cfg: DictConfig) -> None:
-    """Writes the folder, and says what it wrote.
+    """Writes the folder that `from_pretrained` reads, and says what it wrote. Killed at any moment, it leaves the whole
+    folder or none of this name.
 
     Args:
         cfg: the configuration of the job `export`.
@@ -83,28 +83,13 @@ def export(cfg: DictConfig) -> None:
     types = {parameter.dtype for parameter in model.parameters()}
     model.to(reduce(torch.promote_types, types) if chosen.dtype is None else DTYPES[chosen.dtype])  # one type for all
     made = MetaTTTForCausalLM.of(model, config, trust)
-    write_folder(target, made, tokenizer)
-    print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
-
-
-def write_folder(target: Path, made: MetaTTTForCausalLM, tokenizer: ByteTokenizer | FileTokenizer) -> None:
-    """Writes what `from_pretrained` reads. Killed at any moment, it leaves the whole folder or none of this name.
-
-    Args:
-        target: a folder that is not there, or empty.
-        made: the model; its weights have one type.
-        tokenizer: of the model.
-
-    Raises:
-        MetaTTTError: it cannot be written.
-    """
     start, end = tokenizer.separator, ends(tokenizer)[-1]
-    config = MetaTTTConfig(
+    described = MetaTTTConfig(
         metattt=made.config.metattt, bos_token_id=start, eos_token_id=end, pad_token_id=start,
         architectures=[type(made).__name__], dtype=made.config.dtype,
     )  # fmt: skip
     with new_folder(target) as folder:
-        config.save_pretrained(folder)
+        described.save_pretrained(folder)
         generation_config(tokenizer).save_pretrained(folder)
         to_transformers(tokenizer).save_pretrained(folder)
         tied = set(made.all_tied_weights_keys)
@@ -114,6 +99,7 @@ def write_folder(target: Path, made: MetaTTTForCausalLM, tokenizer: ByteTokenize
         write_whole(folder / "README.md", CARD.format(name=target.absolute().name, **sizes).encode())
         for file in folder.iterdir():
             sync(file)
+    print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
 
 
 def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
