@@ -42,7 +42,9 @@ class Reader:
     def __init__(self, dataset: Any, text_key: str, tokenizer: Tokenizer, name: str = "the stream"):
         self.dataset, self.text_key, self.tokenizer, self.name = dataset, text_key, tokenizer, name
         self.begin = dataset.state_dict()
-        self.go_to({"place": self.begin, "used": 0})
+        self.place: Any = self.begin  # of the document that is read
+        self.tokens, self.used = np.empty(0, np.int64), 0  # of it, and how many have been read
+        self._documents = self._endless(self.begin)
 
     def read(self, count: int) -> np.ndarray:
         """The next `count` tokens, int64.
@@ -69,8 +71,8 @@ class Reader:
         Raises:
             MetaTTTError: the stream has no such place.
         """
-        self.place, self.used = bookmark["place"], bookmark["used"]  # the document that is read, and how much of it
-        self._documents, self.tokens = self._endless(self.place), np.empty(0, np.int64)
+        self.place, self.used, self.tokens = bookmark["place"], bookmark["used"], np.empty(0, np.int64)
+        self._documents = self._endless(self.place)
         if self.used:
             self.place, self.tokens = next(self._documents)
         if len(self.tokens) < self.used:
