@@ -7,7 +7,6 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from metattt.testing.rounding import (
 )
 from metattt.testing.sharing import aliasing, threads
 from metattt.testing.specimen import (
+    Found,
     NotApplicable,
     Specimen,
     compare,
@@ -40,19 +40,6 @@ from metattt.testing.specimen import (
 
 MEANINGLESS = 0.5  # a relative error above this bound means nothing
 AGREES = 1e-7  # a tenth of the bound of a derivative: one difference within it is enough
-
-
-class Verdict(NamedTuple):
-    """The result of a law: it holds if `error` is at most `bound`; `reason` explains a bound that is wider than
-    usual."""
-
-    error: float
-    bound: float
-    reason: str
-
-    @property
-    def holds(self) -> bool:
-        return self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,7 @@ class Law:
     bound: float
     reason: Callable[[Specimen], tuple[float, str]] | None = None
 
-    def judge(self, spec: Specimen) -> Verdict:
+    def judge(self, spec: Specimen) -> Found:
         """Examines a specimen.
 
         Raises:
@@ -83,13 +70,14 @@ class Law:
         _takes_any_length(spec.make())
         error = self.worst_error(spec)
         if error <= self.bound or self.reason is None or not math.isfinite(error):
-            return Verdict(error, self.bound, "")
+            return Found(error, self.bound, "", not error <= self.bound)
         measured, words = self.reason(spec)
         if not FACTOR * measured < MEANINGLESS:
             raise NotApplicable(f"{words}: a wrong result would not be noticed (error {error:.1e})")
         if FACTOR * measured <= self.bound:
-            return Verdict(error, self.bound, f"{words}, which explains no more than the usual bound")
-        return Verdict(error, FACTOR * measured, f"{words}, {FACTOR:.0f} times that is allowed")
+            return Found(error, self.bound, f"{words}, which explains no more than the usual bound", True)
+        bound = FACTOR * measured
+        return Found(error, bound, f"{words}, {FACTOR:.0f} times that is allowed", not error <= bound)
 
 
 def forms(spec: Specimen) -> float:

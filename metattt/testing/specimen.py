@@ -24,6 +24,26 @@ class NotApplicable(Exception):
     """A law does not apply to this combination; the message is the reason."""
 
 
+class Found(NamedTuple):
+    """The result of a law.
+
+    Attributes:
+        error: worst relative error; None where the law does not apply, or the module raised an exception.
+        bound: of the error.
+        note: why it does not apply, the exception, or what explains a bound that is wider than usual.
+        failed: whether the law is broken.
+    """
+
+    error: float | None
+    bound: float
+    note: str
+    failed: bool
+
+    @property
+    def holds(self) -> bool:
+        return not self.failed
+
+
 class Run(NamedTuple):
     """The results of one or several calls on a sequence: outputs `[B, T, D]`, final state, gradients by parameter name
     (and
