@@ -3,7 +3,7 @@
     python examples/attach_lightning.py <model or its folder> <run folder> <texts>
 
 The model stays as it is; the new layers alone are trained and written. Ctrl-C writes a checkpoint, and the same command
-resumes. The run folder gets a log, checkpoints and the layers (`Attached.load` reads them).
+resumes. The run folder gets a log, checkpoints and the layers (`metattt.adaptation.attach.load_attached`).
 """
 
 import sys

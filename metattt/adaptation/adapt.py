@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from metattt.adaptation.adapter import Adapter
-from metattt.adaptation.audit import leaks, repeated
+from metattt.adaptation.audit import leaks, repeated, unseen
 from metattt.checkpoints.files import home
 from metattt.checkpoints.record import modules
 from metattt.checkpoints.trained import load_model, open_trained
@@ -113,12 +113,7 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     if chosen.audit:
         _audit(adapter, documents, chosen, console)
     with report(chosen.output_dir, folder / "eval", "adapt", console) as made:
-        positions = (
-            (name, place + 1, float(nats), int(count))
-            for name, one in results.items()
-            for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True))
-        )
-        made.csv("adapt", ("model", "position", "nats", "bytes"), positions)
+        made.csv("adapt", ("model", "position", "nats", "bytes"), _rows(results))
         curves = {
             f"{name}: {one.bits_per_byte:.3f}": [one.between(*bin_).bits_per_byte for bin_ in pairwise(edges)]
             for name, one in results.items()
@@ -182,6 +177,8 @@ def _scored(
         began = time.perf_counter()
         score = (adapter.read if learns else adapter.score)(list(group))
         seconds += time.perf_counter() - began
+        if not unseen([score]):
+            raise RuntimeError("a token was scored after it had been learned")
         found = score.nats.double().cpu()
         valid = ~found.isnan()
         count[: found.shape[1]] += valid.sum(0).numpy()
@@ -209,3 +206,10 @@ def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings,
     if leak := next(leaks(scorer, [document], int(document.max()) + 1, places), None):
         raise RuntimeError(f"a prediction depends on a token that it should not see: {leak}")
     console.print(f"audit: {len(document):,} tokens, changed from {len(places)} places on: no prediction saw its token")
+
+
+def _rows(results: Mapping[str, Scores]) -> Iterator[tuple[Any, ...]]:
+    for name, one in results.items():
+        for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True)):
+            yield name, place + 1, float(nats), int(count)
+

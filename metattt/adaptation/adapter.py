@@ -24,6 +24,7 @@ from metattt.optimizers.block import BlockRule
 from metattt.state import map_tensors, tensors_of
 
 Ids = Tensor | Sequence[Tensor]
+Seen = tuple[tuple[int, int], ...]
 
 
 class Adapted(NamedTuple):
@@ -36,6 +37,8 @@ class Adapted(NamedTuple):
         waiting: tokens of the open mini-batch.
         ends: length of each document, where it has ended; else None.
         model: state of a `LanguageModel` before the open mini-batch; None: none is carried.
+        documents: their numbers, counted from the first that the adapter has read.
+        seen: what the weights of each have learned: numbers of documents, and up to which token (exclusive).
     """
 
     weights: Memory
@@ -44,21 +47,29 @@ class Adapted(NamedTuple):
     waiting: int
     ends: tuple[int | None, ...]
     model: Any
+    documents: tuple[int, ...]
+    seen: tuple[Seen, ...]
 
 
 torch.serialization.add_safe_globals([Adapted])
 
 
 class Score(NamedTuple):
-    """Predictions of tokens.
+    """Predictions of tokens, and what the weights that made them had learned.
 
     Attributes:
         nats: `[B, n]` cross-entropy of every token; NaN for the first of a document, which nothing predicts, and for
             padding.
+        documents: numbers of the documents.
+        start: position of the first token in its document.
+        seen: for every mini-batch of the tokens: its first column, and for every row what the weights had learned.
         logits: `[B, n, V]` of the tokens, if they were asked for.
     """
 
     nats: Tensor
+    documents: tuple[int, ...]
+    start: int
+    seen: tuple[tuple[int, tuple[Seen, ...]], ...]
     logits: Tensor | None = None
 
 
@@ -124,6 +135,7 @@ class Adapter:
             )
         self._vocab_size: int | None = getattr(getattr(model, "config", model), "vocab_size", None)
         self.state: Adapted | None = None
+        self._documents = 0
 
     def reset(self) -> None:
         """Forgets everything: the next tokens begin new documents with the model's own weights."""
@@ -137,9 +149,11 @@ class Adapter:
         state = self.state
         if state.waiting > (state.position == 0):  # a first token alone predicts nothing
             state = self._learned(state, state.waiting, False)[1]
+        documents = self._numbers(len(state.tokens))
         self.state = state._replace(
-            tokens=state.tokens[:, :0], position=0, waiting=0, ends=(None,) * len(state.ends), model=None
-        )
+            tokens=state.tokens[:, :0], position=0, waiting=0, ends=(None,) * len(documents), model=None,
+            documents=documents,
+        )  # fmt: skip
 
     def read(self, ids: Ids, logits: bool = False) -> Score:
         """Scores the next tokens of the documents, mini-batch by mini-batch, and learns each after it was scored.
@@ -152,20 +166,20 @@ class Adapter:
             MetaTTTError: another number of documents than before, or documents that have ended.
             NotFinite: a loss that is none: the weights have diverged.
         """
-        return self._advance(ids, True, logits)
+        return self._advance(ids, learns=True, scores=True, logits=logits)
 
     def score(self, ids: Ids, logits: bool = False) -> Score:
         """Scores the next tokens with the weights as they are. Nothing is learned, and the documents stay where they
         are. Arguments and errors are those of `read`."""
-        before = self.state
+        before = self.state, self._documents
         try:
-            return self._advance(ids, False, logits)
+            return self._advance(ids, learns=False, scores=True, logits=logits)
         finally:
-            self.state = before
+            self.state, self._documents = before
 
     def learn(self, ids: Ids) -> None:
-        """As `read`, of tokens whose predictions are not wanted."""
-        self.read(ids)
+        """Learns the next tokens, whose predictions are not wanted. Arguments and errors are those of `read`."""
+        self._advance(ids, learns=True, scores=False, logits=False)
 
     def generate(self, prompt: Tensor, max_new_tokens: int = 256, **options: Any) -> Tensor:
         """Continues prompts with what was learned. The prompts are not learned.
@@ -219,11 +233,11 @@ class Adapter:
             raise MetaTTTError(
                 f"{path} was made by another rule: make the adapter with the same rule and mini_batch_size"
             )
-        self.state = state
+        self.state, self._documents = state, max(state.documents) + 1
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, ids: Ids, learns: bool, logits: bool) -> Score:
+    def _advance(self, ids: Ids, learns: bool, scores: bool, logits: bool) -> Score:
         ids, lengths = _padded(ids, next(self.base.parameters()).device, self._vocab_size)
         state = self._begun(len(ids)) if self.state is None else self.state
         if len(state.tokens) != len(ids):
@@ -235,16 +249,20 @@ class Adapter:
         state = state._replace(ends=ends)
         found: list[Tensor] = []
         rows: list[Tensor] = []
+        seen: list[tuple[int, tuple[Seen, ...]]] = []
         done = 0
         while done < count:
             part = ids[:, done : done + size - state.waiting]
             waiting = state.waiting + part.shape[1]
             state = state._replace(tokens=torch.cat([state.tokens, part], dim=1), waiting=waiting)
+            seen.append((done, state.seen))
             if waiting == size and learns:
                 nats, state, values = self._learned(state, part.shape[1], logits)
-            else:
+            elif scores or (waiting == size and self.carries):
                 nats, after, values = self._read(state, part.shape[1], logits)
                 state = state._replace(model=after) if waiting == size else state
+            else:
+                nats, values = part.new_zeros(part.shape, dtype=torch.float32), None
             if waiting == size:
                 state = state._replace(
                     tokens=state.tokens[:, -(self.context + 1) :], position=state.position + size, waiting=0
@@ -253,7 +271,8 @@ class Adapter:
             rows += [] if values is None else [values]
             done += part.shape[1]
         self.state = state
-        return Score(torch.cat(found, dim=1), torch.cat(rows, dim=1) if logits else None)
+        nats = torch.cat(found, dim=1)
+        return Score(nats, state.documents, start, tuple(seen), torch.cat(rows, dim=1) if logits else None)
 
     def _read(self, state: Adapted, count: int, logits: bool) -> tuple[Tensor, Any, Tensor | None]:
         """Nats of the last `count` tokens, the model's state, and their logits if asked for."""
@@ -281,8 +300,16 @@ class Adapter:
                 first = first or found
                 memory = self._moved(memory, dict(zip(names, gradients, strict=True)), valid, state)
         nats, values, model = first[0], first[1] if logits else None, refill(made[0], first[1 + logits :])
-        after = state._replace(weights=memory, model=model)
-        return self._scored(nats, state, count), after, None if values is None else _last(values, count)
+        scored = self._scored(nats, state, count)
+        stop = state.position + state.waiting
+        complete = self._complete(valid, state)
+        seen = tuple(
+            (*(one for one in before if one[0] != document), (document, stop if end is None else min(end, stop)))
+            if taken else before
+            for before, document, end, taken in zip(state.seen, state.documents, state.ends, complete, strict=True)
+        )  # fmt: skip
+        after = state._replace(weights=memory, model=model, seen=seen)
+        return scored, after, None if values is None else _last(values, count)
 
     def _moved(self, memory: Memory, gradients: dict[str, Tensor], valid: Tensor, state: Adapted) -> Memory:
         """The memory after a step, of the documents whose mini-batch is complete, or has ended."""
@@ -290,9 +317,10 @@ class Adapter:
         eta = gates.eta[:, :, 0]
         update = {name: -expand_like(eta, gradient) * gradient for name, gradient in gradients.items()}
         after = self.rule.commit(self.rule.observe(memory, gates) | {"update": update}, self.rule.mini_batch_size)
-        whole = state.waiting == self.rule.mini_batch_size  # or the document has ended, and no more tokens will come
-        complete = valid.all(1) if whole else valid.any(1)
-        return after if bool(complete.all()) else choose(complete, after, memory, after)
+        complete = self._complete(valid, state)
+        if all(complete):
+            return after
+        return choose(torch.tensor(complete, device=valid.device), after, memory, after)
 
     def _losses(self, weights: dict[str, Tensor], state: Adapted) -> tuple[Tensor, Any, Tensor]:
         """Nats `[B, m]` and logits `[B, m, V]` of the open mini-batch, m tokens of it that have one before them, and
@@ -329,6 +357,12 @@ class Adapter:
         ends = torch.tensor([stop if end is None else end for end in state.ends], device=place.device)
         return place < ends.unsqueeze(1)
 
+    def _complete(self, valid: Tensor, state: Adapted) -> list[bool]:
+        """The documents that learn from the open mini-batch: all its tokens are there, or no more will come."""
+        whole = state.waiting == self.rule.mini_batch_size
+        learn = valid.all(1) if whole else valid.any(1)
+        return [bool(one) for one in learn.tolist()]
+
     def _begun(self, batch: int) -> Adapted:
         """The state at the start of `batch` documents."""
         start = self.fast.start
@@ -336,7 +370,12 @@ class Adapter:
         memory = self.rule.begin(at_start(self.rule.slots, start.items(), batch, wide))
         device = next(self.base.parameters()).device
         tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
-        return Adapted(memory, tokens, 0, 0, (None,) * batch, None)
+        none = (None,) * batch
+        return Adapted(memory, tokens, 0, 0, none, None, self._numbers(batch), ((),) * batch)
+
+    def _numbers(self, batch: int) -> tuple[int, ...]:
+        first, self._documents = self._documents, self._documents + batch
+        return tuple(range(first, first + batch))
 
 
 def _padded(ids: Ids, device: torch.device, vocab_size: int | None) -> tuple[Tensor, list[int]]:

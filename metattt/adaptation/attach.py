@@ -7,22 +7,27 @@ dropped with it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from metattt.adaptation.in_place import InPlaceMemory
-from metattt.checkpoints.tensors import read_tensors, write_tensors
+from metattt.adaptation.in_place import InPlaceLinear
+from metattt.checkpoints.tensors import read_described, write_tensors
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.causality import Causality
-from metattt.io import check_own, replaced
+from metattt.io import check_own, parse, path_of, replaced
+from metattt.optional import need
 
 IN_PLACE = "in_place"
+FORMAT = "metattt attached layers"
+CODE = ("_target_", "custom", "${", "://", "=")  # what settings in a file must not have: they would name classes
 
 
 def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **settings: Any) -> Attached:
@@ -54,84 +59,118 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         raise MetaTTTError(
             f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
         )
-    call, width = _Call(model), model.config.hidden_size  # type: ignore[union-attr]
+    call = _Call(model)
+    about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
     made: dict[str, _Beside | _InPlace] = {}
     for name in names:
         module = model.get_submodule(name)
-        if isinstance(getattr(module.forward, "__self__", None), _Beside | _InPlace):
+        if isinstance(module, _Beside | _InPlace):
             raise MetaTTTError(f"{name} has an attached layer already: call its `detach()` first")
         if layer == IN_PLACE:
-            made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), **settings)
+            made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), dict(settings))
         else:
-            made[name] = _Beside(name, module, call, layer, how, width, settings)  # type: ignore[arg-type]
+            made[name] = _Beside(name, module, call, layer, how, _width(model), settings)
     causality = Causality()
     for one in made.values():
         if isinstance(one, _Beside):
-            causality.check(one.added["layer"], width)  # type: ignore[arg-type]
-    for one in made.values():
-        for attribute, part in one.added.items():
-            setattr(one.module, attribute, part)
-        one.module.forward = one.forward
-    return Attached(model, made, call)
+            causality.check(one.layer, _width(model))
+    for name, one in made.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, one)
+    return Attached(model, made, call, about)
 
 
 class Attached:
     """What was attached to a model.
 
     `model.save_pretrained` writes the pretrained tensors under the names that they had, and those of attached layers
-    beside them: `from_pretrained` of that folder is the pretrained model. `save` and `load` are for the layers.
+    beside them: `from_pretrained` of that folder is the pretrained model. `save` is for the layers.
 
     Attributes:
         model: the model.
-        modules: what was attached to which module, by its name.
+        modules: what stands in the places, by name.
     """
 
-    def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call):
-        self.model, self.modules, self._call = model, modules, call
+    def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call, about: dict[str, Any]):
+        self.model, self.modules, self._call, self._about = model, modules, call, about
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are new, by name. To train these alone, freeze the others first:
         `model.requires_grad_(False)`, then `requires_grad_()` of these."""
-        for name, one in self.modules.items():
-            for own, parameter in one.module.named_parameters():
-                if own.partition(".")[0] in one.added:
+        for name, module in self.modules.items():
+            held = {id(one) for one in module.pretrained.parameters()}
+            for own, parameter in module.named_parameters():
+                if id(parameter) not in held:
                     yield f"{name}.{own}", parameter
 
     def detach(self) -> None:
-        """Takes the layers away: the model is as it was."""
-        for one in self.modules.values():
-            del one.module.forward
-            if one.module.forward != one.before:  # another library had put its own there
-                one.module.forward = one.before
-            for attribute in one.added:
-                delattr(one.module, attribute)
+        """Puts the pretrained modules back into their places."""
+        for name, module in self.modules.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), attribute, module.pretrained)
+            module.end()
         self._call.end()
 
     def save(self, path: str | Path) -> None:
-        """Writes the new parameters to a file of safetensors, by name; the pretrained model is not written.
+        """Writes the new parameters to a file of safetensors, with what they belong to and the name of the pretrained
+        model, which is not written.
 
         Raises:
-            OSError: the file cannot be written.
+            MetaTTTError: the file cannot be written.
         """
-        with replaced(Path(path).expanduser()) as part:
-            write_tensors(part, dict(self.named_parameters()))
+        base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
+        tensors = {name: one.detach() for name, one in self.named_parameters()}
+        file = Path(path).expanduser()
+        try:
+            with replaced(file) as part:
+                write_tensors(part, tensors, json.dumps({"format": FORMAT, "base": base} | self._about))
+        except (OSError, SafetensorError) as error:
+            raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
-    def load(self, path: str | Path) -> None:
-        """Takes the parameters of a file that `save` has written, of layers that were attached in the same way.
 
-        Raises:
-            MetaTTTError: no such file, one that is damaged, or of other layers.
-        """
-        check_own(file := Path(path).expanduser())
-        tensors, parameters = read_tensors(file), dict(self.named_parameters())
-        wrong = tensors.keys() ^ parameters.keys() or {
-            name for name, one in parameters.items() if one.shape != tensors[name].shape
-        }
-        if wrong:
-            raise MetaTTTError(f"{file} is of other layers: it does not fit at {min(wrong)}")
-        with torch.no_grad():
-            for name, value in tensors.items():
-                parameters[name].copy_(value)
+def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
+    """What `Attached.save` has written, attached again: `load_attached("my-layers.safetensors").model`.
+
+    Args:
+        path: the file.
+        model: the pretrained model; None: the one that the file names.
+
+    Raises:
+        MetaTTTError: no such file, one that is damaged, of another model, or that names code.
+    """
+    file = path_of(str(path), "path")
+    if not file.is_file():
+        raise MetaTTTError(f"{path} does not exist: `attach(...).save(path)` writes it")
+    check_own(file)
+    tensors, text = read_described(file)
+    about = parse(text, str(file)) if text else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise MetaTTTError(f"{file} holds no attached layers: give a file that `attach(...).save` has written")
+    words = [about.get(key) for key in ("base", "pattern", "layer", "how")]
+    settings = about.get("settings")
+    if not all(isinstance(one, str) for one in words) or not isinstance(settings, dict):
+        raise MetaTTTError(f"{file} is damaged: it does not say what its parameters belong to")
+    if any(word in json.dumps([about["layer"], settings]) for word in CODE):
+        raise MetaTTTError(
+            f"{file} names classes of its own, which a file cannot have run: attach such a layer yourself"
+        )
+    if model is None:
+        need("transformers", extra="hf", what="the pretrained model")
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(about["base"], use_safetensors=True)
+    made = attach(model, about["pattern"], about["layer"], about["how"], **settings)
+    parameters = dict(made.named_parameters())
+    wrong = tensors.keys() ^ parameters.keys() or {
+        name for name, one in parameters.items() if one.shape != tensors[name].shape
+    }
+    if wrong:
+        made.detach()
+        raise MetaTTTError(f"{file} is of another model: it does not fit at {min(wrong)}")
+    with torch.no_grad():
+        for name, value in tensors.items():
+            parameters[name].copy_(value)
+    return made
 
 
 # -- one call of the model ---------------------------------------------------------------------------------------------
@@ -148,14 +187,14 @@ class _Call:
         self.read_before: int | None = None  # tokens that the cache held before the call
         self.embeddings: Tensor | None = None
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        self.hooks = [
+        self._hooks = [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             embedding.register_forward_hook(self._embedded),
             *(one.register_forward_pre_hook(self._enter, with_kwargs=True) for one in blocks),
         ]
 
     def end(self) -> None:
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:  # a copy of the model has nothing of the last call
@@ -236,66 +275,117 @@ def _states(cache: Any) -> dict[str, Any]:
     return states
 
 
-# -- what a module computes instead ------------------------------------------------------------------------------------
+# -- what stands in the places -----------------------------------------------------------------------------------------
 
 
-class _Beside:
+def _as_before(module: nn.Module, inside: str) -> None:
+    """What `module.<inside>` holds keeps the names in state dicts that it had without `module`: a folder that
+    `save_pretrained` writes is still one of the pretrained model, with some tensors more."""
+
+    def out(module: nn.Module, held: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in [one for one in held if one.startswith(f"{prefix}{inside}.")]:
+            held[prefix + name.removeprefix(f"{prefix}{inside}.")] = held.pop(name)
+
+    def back(module: nn.Module, held: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name in module.get_submodule(inside).state_dict():
+            if prefix + name in held:
+                held[f"{prefix}{inside}.{name}"] = held.pop(prefix + name)
+
+    module.register_state_dict_post_hook(out)
+    module.register_load_state_dict_pre_hook(back)
+
+
+class _Beside(nn.Module):
     """An attention with a sequence layer beside it, or in its place."""
 
     def __init__(
         self, name: str, attention: nn.Module, call: _Call, layer: str, how: str, dim: int, settings: Mapping[str, Any]
     ):
+        super().__init__()
         if not hasattr(attention, "layer_idx"):
             raise MetaTTTError(f"{name} is a {type(attention).__name__}: layer={layer} goes beside an attention")
-        self.name, self.module, self.before, self.call, self.how = name, attention, attention.forward, call, how
+        self.name, self.how = name, how
+        self.pretrained = attention
         like = next(attention.parameters())
-        width = getattr(attention, "head_dim", None)  # heads as wide as those of the attention, where these divide D
-        heads = dim // width if isinstance(width, int) and dim % width == 0 else 1
-        made = build(layer, dim=dim, **{"num_heads": heads} | dict(settings)).to(like.device, like.dtype)
-        self.added: dict[str, Any] = {"scale": nn.Parameter(like.new_zeros(())), "layer": made}
+        heads = {"num_heads": _heads(attention, dim)} | dict(settings)
+        self.layer = build(layer, dim=dim, **heads).to(like.device, like.dtype)
+        self.scale = nn.Parameter(like.new_zeros(()))
+        self.__dict__["call"] = call
+        _as_before(self, "pretrained")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        attention: Any = self.module
-        y, state = attention.layer(x, self.call.state(self.name), mask=self.call.valid(x.shape[1]))
-        self.call.keep(self.name, state)
+        call: _Call = self.__dict__["call"]
+        state = call.state(self.name)
+        y, state = self.layer(x, state, mask=call.valid(x.shape[1]))
+        call.keep(self.name, state)
         if self.how == "replace":
-            if self.call.cache is not None:  # which counts the tokens by what its layers hold
+            if call.cache is not None:  # which counts the tokens by what its layers hold
                 nothing = x.new_zeros(x.shape[0], 1, x.shape[1], 1)
-                self.call.cache.update(nothing, nothing, attention.layer_idx)
+                call.cache.update(nothing, nothing, self.pretrained.layer_idx)
             return y, None
-        found = self.before(*args, **kwargs)
+        found = self.pretrained(*args, **kwargs)
         first, *others = found if isinstance(found, tuple) else (found,)
-        first = first + torch.tanh(attention.scale) * y
+        first = first + torch.tanh(self.scale) * y
         return (first, *others) if isinstance(found, tuple) else first
 
+    def end(self) -> None:
+        """Nothing to take back."""
 
-class _InPlace:
+    def __getattr__(self, name: str) -> Any:  # what blocks ask of their attention
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("pretrained"), name)
+
+
+class _InPlace(nn.Module):
     """A linear map of an MLP with fast weights, and where its labels come from."""
 
-    def __init__(
-        self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, labels: str = "hidden", **settings: Any
-    ):
+    def __init__(self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, settings: dict[str, Any]):
+        super().__init__()
+        labels = settings.pop("labels", "hidden")
         check_choice("labels", labels, ("hidden", "embeddings"))
         if not isinstance(linear, nn.Linear):
             raise MetaTTTError(f"{name} is a {type(linear).__name__}: layer={IN_PLACE} takes linear maps of MLPs")
-        self.name, self.module, self.before, self.call, self.labels = name, linear, linear.forward, call, labels
-        self.added: dict[str, Any] = {"map": InPlaceMemory(linear, **settings)}
-        self.entered: Tensor | None = None
-        call.hooks.append(mlp.register_forward_pre_hook(self._enter))
+        try:
+            self.map = InPlaceLinear(linear, **settings)
+        except TypeError as error:
+            raise MetaTTTError(f"layer={IN_PLACE} has the settings chunk, lr, project and labels: {error}") from error
+        self.name, self.labels = name, labels
+        self.__dict__.update(call=call, entered=None)
+        _as_before(self, "map.linear")
+        self._hook = mlp.register_forward_pre_hook(self._enter)
+
+    @property
+    def pretrained(self) -> nn.Module:
+        return self.map.linear
 
     def forward(self, h: Tensor) -> Tensor:
-        if self.call.valid(h.shape[1]) is not None:
+        call: _Call = self.__dict__["call"]
+        if call.valid(h.shape[1]) is not None:
             raise MetaTTTError("In-Place TTT cuts a sequence into chunks, which padding would shift: give no padding")
-        linear: Any = self.module
-        labels = self.call.embeddings if self.labels == "embeddings" else self.entered
-        learned, state = linear.map(h, labels, self.call.state(self.name))
-        self.call.keep(self.name, state)
-        y = self.before(h)
-        return y + linear.map.lr * learned.to(y.dtype)
+        labels = call.embeddings if self.labels == "embeddings" else self.__dict__["entered"]
+        y, state = self.map(h, labels, call.state(self.name))
+        call.keep(self.name, state)
+        return y
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy of the model has nothing of the last call
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"entered": None}
 
+    def end(self) -> None:
+        self._hook.remove()
+
     def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.entered = args[0]
+        self.__dict__["entered"] = args[0]
+
+
+def _width(model: nn.Module) -> int:
+    width: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
+    return width
+
+
+def _heads(attention: nn.Module, dim: int) -> int:
+    """Heads of the width that the attention has, where they divide D."""
+    width = getattr(attention, "head_dim", None)
+    return dim // width if isinstance(width, int) and dim % width == 0 else 1

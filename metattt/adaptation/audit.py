@@ -2,7 +2,8 @@
 them.
 
 `leaks` takes nobody's word: it changes a text from some token on and scores it once more. All predictions up to that
-token, which were made from the tokens before it, must stay as they were.
+token, which were made from the tokens before it, must stay as they were. `unseen` compares what a score says of its
+weights with what was scored.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from metattt.adaptation.adapter import Score
 
 Scorer = Callable[[list[Tensor]], list[Tensor]]
 """Documents, `[n]` token ids each, to the logits `[n, V]` that their tokens were predicted with."""
@@ -57,8 +60,7 @@ def leaks(
     """
     generator = torch.Generator().manual_seed(seed)
     expected, again = scorer(list(documents)), scorer(list(documents))
-    pairs = [(one.double(), two.double()) for one, two in zip(expected, again, strict=True) if one.numel()]
-    noise = max((float((one - two).abs().max()) for one, two in pairs), default=0.0)
+    noise = max((_moved(one, other) for one, other in zip(expected, again, strict=True)), default=0.0)
     for number, document in enumerate(documents):
         for place in range(len(document)) if positions is None else positions:
             if place >= len(document):
@@ -69,6 +71,17 @@ def leaks(
             scored = scorer([*documents[:number], changed, *documents[number + 1 :]])
             if leak := _first(expected, scored, number, place, carries, 2 * noise):
                 yield leak
+
+
+def unseen(scores: Sequence[Score]) -> bool:
+    """Whether no score has been made with weights that say that they had learned one of its tokens."""
+    for score in scores:
+        columns = [column for column, _ in score.seen]
+        for column, seen in zip(columns, (rows for _, rows in score.seen), strict=True):
+            for document, known in zip(score.documents, seen, strict=True):
+                if dict(known).get(document, 0) > score.start + column:
+                    return False
+    return True
 
 
 def repeated(documents: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -87,13 +100,23 @@ def _first(
     expected: Sequence[Tensor], scored: Sequence[Tensor], number: int, place: int, carries: bool, noise: float
 ) -> Leak | None:
     """The first prediction that moved by a change of document `number` from token `place` on."""
-    for document, (one, other) in enumerate(zip(expected, scored, strict=True)):
-        if carries and document > number:
-            break
-        stop = place + 1 if document == number else len(one)
-        difference = (one[:stop].double() - other[:stop].double()).abs().amax(-1)
+    for document, stop in _untouched([len(one) for one in expected], number, place, carries):
+        difference = (expected[document][:stop].double() - scored[document][:stop].double()).abs().amax(-1)
         moved = (difference > noise) | difference.isnan()
         if bool(moved.any()):
             token = int(moved.int().argmax())
             return Leak(document, token, (number, place), float(difference[token]))
     return None
+
+
+def _untouched(lengths: Sequence[int], number: int, place: int, carries: bool) -> Iterator[tuple[int, int]]:
+    """Documents and how many of their predictions must not move."""
+    for document, length in enumerate(lengths):
+        if document == number:
+            yield document, place + 1
+        elif document < number or not carries:
+            yield document, length
+
+
+def _moved(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,15 @@ LORA_RANK = 8
 MLP = ("mlp", "ffn", "feed_forward", "fc", "c_fc", "c_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
 """Parts of a path that say that a linear map is of an MLP."""
 DOWN, UP = "/down", "/up"  # what the names of the two factors of a low-rank change end with
+
+
+class Place(NamedTuple):
+    """A parameter that is fast: attribute `attribute` of the module `module`; `key` is its name among the weights. (A
+    tensor that stands in two modules, as a tied embedding, has one key.)"""
+
+    module: str
+    attribute: str
+    key: str
 
 
 class FastModel:
@@ -66,7 +74,8 @@ class FastModel:
         self.start: Tensors = {}
         self._values: Mapping[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
-        for name, held in places.items():
+        for name in dict.fromkeys(place.module for place in places):
+            held = {place.attribute: place.key for place in places if place.module == name}
             module = self.model.get_submodule(name)
             self._begin(module, held, generator)
             module.forward = self._forward(module, held)
@@ -98,14 +107,11 @@ class FastModel:
     def _called(self) -> set[str]:
         """The modules without children that a call of the model calls with one tensor whose first axis is the batch."""
         found: set[str] = set()
-
-        def look(module: nn.Module, given: Any, named: Any, name: str) -> None:
-            x = given[0] if len(given) == 1 and not named else None
-            if isinstance(x, Tensor) and x.ndim > 1 and len(x) == PROBED[0]:
-                found.add(name)
-
         hooks = [
-            module.register_forward_pre_hook(partial(look, name=name), with_kwargs=True)
+            module.register_forward_pre_hook(
+                lambda _, given, named, name=name: found.add(name) if _is_batch(given) and not named else None,
+                with_kwargs=True,
+            )
             for name, module in self.model.named_modules()
             if not list(module.children())
         ]
@@ -183,18 +189,20 @@ PROBED = 3, 2
 first axis.)"""
 
 
+def _is_batch(given: tuple[Any, ...]) -> bool:
+    return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim > 1 and len(given[0]) == PROBED[0]
+
+
 def _chosen(
     model: nn.Module, fast: str | Sequence[str], frozen_blocks: int, called: set[str], low_rank: bool
-) -> dict[str, dict[str, str]]:
-    """The parameters that `fast` names: module -> attribute -> name among the fast weights. (A tensor that stands in
-    two modules, as a tied embedding, has one name.)
+) -> list[Place]:
+    """The parameters that `fast` names, in every module that holds them.
 
     Raises:
         MetaTTTError: as `FastModel`.
     """
     patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast)
-    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    blocks = max(lists, default=(0, ""), key=lambda one: one[0])[1]  # the longest list of modules
+    blocks = _blocks(model)
     frozen = tuple(f"{blocks}.{number}." for number in range(frozen_blocks))
     held = [
         (name, module, attribute, parameter)
@@ -210,18 +218,19 @@ def _chosen(
         )
         if named and not path.startswith(frozen):
             keys.setdefault(id(parameter), path)
-    places: dict[str, dict[str, str]] = {}
+    places = []
     for name, module, attribute, parameter in held:
-        if (key := keys.get(id(parameter))) is None:
+        path = f"{name}.{attribute}"
+        if id(parameter) not in keys:
             continue
         if name in called and (not low_rank or (parameter.ndim == 2 and _widths(module))):
-            places.setdefault(name, {})[attribute] = key
-        elif patterns is not None or any(key in one.values() for one in places.values()):
+            places.append(Place(name, attribute, keys[id(parameter)]))
+        elif patterns is not None or any(place.key == keys[id(parameter)] for place in places):
             why = "is no matrix of a linear map: leave out rank" if low_rank and name in called else (
                 "is not applied by its own module to each document by itself, as a linear map, a norm or an embedding "
                 "is: leave it out of fast"
             )  # fmt: skip
-            raise MetaTTTError(f"{name}.{attribute} {why}")
+            raise MetaTTTError(f"{path} {why}")
         else:  # a bias, or a parameter that another module reads
             del keys[id(parameter)]
     known = [f"{name}.{attribute}" for name, _, attribute, parameter in held if id(parameter) in keys]
@@ -242,6 +251,12 @@ def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
     if fast == "mlp":
         return inside and bool(set(name.split(".")) & set(MLP))
     return fast == "all" or inside
+
+
+def _blocks(model: nn.Module) -> str:
+    """The name of the longest list of modules: the blocks."""
+    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, default=(0, ""), key=lambda one: one[0])[1]
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | tuple[()]:

@@ -30,25 +30,25 @@ class InPlaceState(NamedTuple):
         return InPlaceState(change, self.inputs[index], self.labels[index])
 
 
-class InPlaceMemory(nn.Module):
-    """What a linear map learns of chunks of c tokens: at chunk j
+class InPlaceLinear(nn.Module):
+    """A linear map `W h` whose chunk j of c tokens is mapped with
 
-    `Σ_{i<j} Σ_{s in chunk i} v_s h_sᵀ`,   `v = Pᵀ conv(t)`,
+    `W + lr Σ_{i<j} Σ_{s in chunk i} v_s h_sᵀ`,   `v = Pᵀ conv(t)`,
 
     gradient descent on the loss `−⟨W h, v⟩` with mini-batches of c tokens, each read before it is learned. The
     convolution is depthwise, has five taps and looks two tokens ahead inside its chunk; it begins with 0, so that the
     map is unchanged at the start.
 
     Args:
-        linear: the pretrained map, F to D; it is no part of this module.
+        linear: the pretrained map, F to D.
         chunk: c (tokens).
-        lr: step size, for who adds this to the map's outputs.
+        lr: step size.
         project: whether there is a P `[D, D]`, which begins with the identity; else v = conv(t).
     """
 
     def __init__(self, linear: nn.Linear, chunk: int = 4096, lr: float = 1.0, project: bool = True):
         super().__init__()
-        self.chunk, self.lr = chunk, lr
+        self.linear, self.chunk, self.lr = linear, chunk, lr
         weight = linear.weight
         self.conv = nn.Parameter(weight.new_zeros(linear.out_features, 1, TAPS))
         self.project = None
@@ -56,18 +56,17 @@ class InPlaceMemory(nn.Module):
             self.project = nn.Parameter(torch.eye(linear.out_features, dtype=weight.dtype, device=weight.device))
 
     def forward(self, h: Tensor, t: Tensor, state: InPlaceState | None = None) -> tuple[Tensor, InPlaceState]:
-        """`h` `[B, T, F]` and labels `t` `[B, T, D]` to what was learned, applied to h, `[B, T, D]` in fp32 or wider,
-        and the state for the next call."""
+        """`h` `[B, T, F]` and labels `t` `[B, T, D]` to `[B, T, D]`, and the state for the next call."""
         change, begun = None, 0
         if state is not None:
             change, begun = state.change, state.inputs.shape[1]
             h, t = torch.cat([state.inputs, h], dim=1), torch.cat([state.labels, t], dim=1)
         outputs = []
         for inputs, labels in zip(h.split(self.chunk, dim=1), t.split(self.chunk, dim=1), strict=True):
-            wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-            outputs.append(wide.new_zeros(labels.shape) if change is None else wide @ change.mT)
+            y = self.linear(inputs)
+            outputs.append(y if change is None else y + self.lr * (inputs.to(change.dtype) @ change.mT).to(y.dtype))
             if inputs.shape[1] == self.chunk:
-                learned = self._labels(labels).mT @ wide
+                learned = self._labels(labels).mT @ inputs.to(torch.promote_types(inputs.dtype, torch.float32))
                 change = learned if change is None else change + learned
         rest = h.shape[1] - h.shape[1] % self.chunk
         return torch.cat(outputs, dim=1)[:, begun:], InPlaceState(change, h[:, rest:], t[:, rest:])
@@ -77,17 +76,3 @@ class InPlaceMemory(nn.Module):
         wide = torch.promote_types(t.dtype, torch.float32)
         v = F.conv1d(t.to(wide).mT, self.conv.to(wide), padding=TAPS // 2, groups=len(self.conv)).mT
         return v if self.project is None else v @ self.project.to(wide)
-
-
-class InPlaceLinear(InPlaceMemory):
-    """A linear map with its `InPlaceMemory`: `W h + lr Σ v hᵀ h`; arguments are those of the latter."""
-
-    def __init__(self, linear: nn.Linear, chunk: int = 4096, lr: float = 1.0, project: bool = True):
-        super().__init__(linear, chunk, lr, project)
-        self.linear = linear
-
-    def forward(self, h: Tensor, t: Tensor, state: InPlaceState | None = None) -> tuple[Tensor, InPlaceState]:
-        """`h` `[B, T, F]` and labels `t` `[B, T, D]` to `[B, T, D]`, and the state for the next call."""
-        learned, state = super().forward(h, t, state)
-        y: Tensor = self.linear(h)
-        return y + self.lr * learned.to(y.dtype), state

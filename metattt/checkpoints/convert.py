@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
 from metattt.checkpoints.folder import TOKENIZER, new_folder, write_model
 from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record, modules
 from metattt.checkpoints.tensors import write_tensors
-from metattt.checkpoints.trained import check_shapes, read_weights
+from metattt.checkpoints.trained import Weights, read_weights
 from metattt.errors import MetaTTTError, check_choice
 from metattt.io import write_whole
-from metattt.models.published import from_ours, own_tensors
+from metattt.models.published import from_ours, to_ours, with_clipped_steps
 from metattt.models.published_config import PublishedConfig, build_empty
 
-DIRECTIONS = ("auto", "from_published", "to_published")
+DIRECTIONS = ("auto", "from_published", "from_jax", "to_published", "to_jax")
 
 
 def convert(cfg: DictConfig) -> None:
@@ -34,23 +35,31 @@ def convert(cfg: DictConfig) -> None:
     check_choice("direction", cfg.direction, DIRECTIONS)
     target = check_new(cfg.target)
     found = read_weights(cfg.source, modules(cfg.trust))
-    ours = not found.published
-    if ours != (cfg.direction == "to_published"):
-        advice = "set direction=to_published" if ours else "leave out direction="
-        raise MetaTTTError(f"{found.about.path} has {'our' if ours else 'published'} names: {advice}")
+    file, side = found.about.path, found.side
+    if side == "ours" and not cfg.direction.startswith("to_"):
+        raise MetaTTTError(f"{file} is already a MetaTTT checkpoint: set direction=to_published or direction=to_jax")
+    if side != "ours" and cfg.direction not in ("auto", f"from_{side}"):
+        raise MetaTTTError(f"{file} has the names of direction=from_{side}, not of direction={cfg.direction}")
     tokenizer = None if found.about.tokenizer == "bytes" else found.about.tokenizer  # bytes need no file
-    tensors = found.tensors
-    if ours:
-        check_shapes(found, f"{found.about.path} does not fit the model of its own configuration")
-        model = build_empty(found.about.config)
-        text = json.dumps(PublishedConfig.of(model).published(), indent=2) + "\n"
-        tensors = from_ours({name: tensors[name] for name in own_tensors(model)}, model)
+    if side == "ours":
+        tensors, text = _published(found, cfg.direction == "to_jax")
         with new_folder(target) as folder:
             for name, one in {PUBLISHED_CONFIG: text, TOKENIZER: tokenizer}.items():
                 if one is not None:
                     write_whole(folder / name, one.encode())
             write_tensors(folder / SAFETENSORS, tensors)
     else:
+        tensors = found.tensors
         write_model(target, make_record(found.about.config), tensors, tokenizer)
     count = sum(tensor.numel() for tensor in tensors.values())
     print(f"{target}  {len(tensors)} tensors, {count:,} parameters")
+
+
+def _published(found: Weights, jax: bool) -> tuple[dict[str, Tensor], str]:
+    """Tensors and configuration of a checkpoint of ours, as a release of the published models has them."""
+    model = build_empty(found.about.config)
+    config = PublishedConfig.of(model)
+    keys = config.jax() if jax else config.published()
+    ours = with_clipped_steps(to_ours(found.tensors, model, "ours"), model)
+    tensors = from_ours(ours, "jax" if jax else "published")
+    return tensors, json.dumps(keys, indent=2) + "\n"

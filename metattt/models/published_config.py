@@ -19,6 +19,12 @@ from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
 
+JAX_LAYERS = {  # seq_modeling_block of the JAX trainer: ttt_layer_type, whether q and k are shared and the output gated
+    "ttt_linear": ("linear", True),
+    "ttt_mlp": ("mlp", True),
+    "ttt_linear_base": ("linear", False),
+    "ttt_mlp_base": ("mlp", False),
+}
 NO_DEFAULT = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 HOW_NOT_WHAT = (
     "training", "form", "group_size", "compute_chunk", "changes", "token_step_map", "checkpoint_blocks", "conv_width",
@@ -60,7 +66,8 @@ class PublishedConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any] | object) -> PublishedConfig:
-        """From a `config.json` of the PyTorch release, as a mapping or as an object with attributes.
+        """From a `config.json` of the PyTorch release or of the JAX trainer, as a mapping or as an object with
+        attributes.
 
         Keys that do not touch the computation (dropout, token ids, checkpointing) are passed over.
 
@@ -68,8 +75,9 @@ class PublishedConfig:
             MetaTTTError: a key that is missing, nearly right, or has a value that is not allowed.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        attributes = {key: getattr(config, key) for key in fields if hasattr(config, key)}
-        given = dict(config) if isinstance(config, Mapping) else attributes
+        known = (*fields, "seq_modeling_block", "conv_width")
+        attributes = {key: getattr(config, key) for key in known if hasattr(config, key)}
+        given = _from_jax(dict(config) if isinstance(config, Mapping) else attributes)
         for key in given.keys() - fields.keys():
             guess = difflib.get_close_matches(str(key), fields.keys() - given.keys(), 1, cutoff=0.85)
             if guess:
@@ -100,7 +108,6 @@ class PublishedConfig:
             raise MetaTTTError(
                 f"this model cannot be written as a published one: its layers are {type(layer).__name__}"
             )
-        conv = getattr(layer.task, "conv_q", None) if block.conv is None else block.conv
         config = cls(
             vocab_size=model.vocab_size,
             hidden_size=model.embedding.embedding_dim,
@@ -115,7 +122,7 @@ class PublishedConfig:
             mini_batch_size=layer.optimizer.mini_batch_size,
             rope_theta=getattr(layer.task, "rope_theta", 10000.0),
             rms_norm_eps=block.ffn_norm.eps,
-            conv_kernel=4 if conv is None else conv.weight.shape[-1],
+            conv_kernel=_taps(block) or 4,
             tie_word_embeddings=model.head.weight is model.embedding.weight,
         )
         differences = _differences(model, config.build(), "")
@@ -156,11 +163,43 @@ class PublishedConfig:
         """The keys of the PyTorch release's `config.json`."""
         return {"model_type": "ttt", **dataclasses.asdict(self)}
 
+    def jax(self) -> dict[str, Any]:
+        """The keys of the JAX trainer's configuration.
+
+        Raises:
+            MetaTTTError: a gate without shared q and k or the reverse, which the trainer cannot express.
+        """
+        if self.use_gate != self.share_qk:
+            raise MetaTTTError(
+                f"use_gate={self.use_gate} with share_qk={self.share_qk}: the JAX trainer has both or neither"
+            )
+        block = next(name for name, parts in JAX_LAYERS.items() if parts == (self.ttt_layer_type, self.use_gate))
+        keys = {"seq_modeling_block": block, "conv_width": self.conv_kernel, **dataclasses.asdict(self)}
+        for key in ("ttt_layer_type", "use_gate", "share_qk", "conv_kernel", "hidden_act"):
+            del keys[key]
+        return keys
+
 
 def build_empty(cfg: DictConfig) -> LanguageModel:
     """The model of a configuration, with parameters on the meta device: names and shapes, no values."""
     with torch.device("meta"):
         return instantiate_model(cfg)
+
+
+def _from_jax(given: dict[str, Any]) -> dict[str, Any]:
+    """The JAX trainer's keys under the names of the PyTorch release."""
+    given = dict(given)
+    if "seq_modeling_block" in given:
+        name = given.pop("seq_modeling_block")
+        if name not in JAX_LAYERS:
+            raise MetaTTTError(
+                f"seq_modeling_block={name} is not a published TTT layer: choose from {', '.join(JAX_LAYERS)}"
+            )
+        kind, mamba = JAX_LAYERS[name]
+        given |= {"ttt_layer_type": kind, "use_gate": mamba, "share_qk": mamba}
+    if "conv_width" in given:
+        given["conv_kernel"] = given.pop("conv_width")
+    return given
 
 
 def _typed(key: str, value: Any, kind: str) -> Any:
@@ -170,6 +209,12 @@ def _typed(key: str, value: Any, kind: str) -> Any:
     if type(value).__name__ != kind:
         raise MetaTTTError(f"{key}={value!r} in the published configuration is not allowed: expected {kind}")
     return value
+
+
+def _taps(block: Any) -> int | None:
+    """Width of the block's convolutions, if it has any (tokens)."""
+    weights = [conv.weight for conv in (block.conv, getattr(block.layer.task, "conv_q", None)) if conv is not None]
+    return weights[0].shape[-1] if weights else None
 
 
 def _differences(model: nn.Module, twin: nn.Module, path: str) -> list[str]:

@@ -12,7 +12,8 @@ from rich.table import Table
 from torch import Tensor
 
 from metattt.checkpoints.record import make_record
-from metattt.data.sequences import ASKED, GIVEN, NO_LABEL, Batch, SequenceData
+from metattt.data.novel_views import ASKED, GIVEN
+from metattt.data.sequences import NO_LABEL, Batch, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.measures.labelled import answers, losses_and_hits
 from metattt.models.language_model import LanguageModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt import MetaTTTError, attach
-from metattt.adaptation.attach import Attached
+from metattt.adaptation.attach import FORMAT, Attached, load_attached
 from metattt.adaptation.in_place import InPlaceLinear
+from metattt.checkpoints.tensors import write_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,8 +88,9 @@ def test_nothing_changes_at_the_start_and_streams_equal_one_pass(model: str, kin
     own.save(tmp_path / "layers")
     own.detach()
     assert torch.equal(made(IDS).logits, before)
-    attached(made, kind).load(tmp_path / "layers")
+    again = load_attached(tmp_path / "layers", made)
     assert torch.equal(made(IDS).logits, logits)
+    assert dict(again.named_parameters()).keys() == dict(own.named_parameters()).keys()
 
 
 def test_in_place_equals_the_published_computation() -> None:
@@ -177,6 +180,7 @@ def test_mistakes_are_named() -> None:
         (ATTENTION, "in_place", {}, "takes linear maps"),
         (ATTENTION, "mttt_linear", {}, "must not see it: optimizer.read=final"),
         (ATTENTION, "ttt_linear", {"direction": "both"}, "must not see it: Bidirectional"),
+        (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
         (DOWN, "in_place", {"labels": "tokens"}, "labels=tokens"),
     ):
         with pytest.raises(MetaTTTError, match=message):
@@ -216,16 +220,31 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     own = attached(made, "in_place")
     trained(own)
     own.save(file)
-    logits = made(IDS).logits
-    other = attached(llama(), "in_place", project=False)
-    with pytest.raises(MetaTTTError, match="is of other layers"):
-        other.load(file)
+    own.detach()
+    before = made(IDS).logits
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=V, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))  # fmt: skip
+    with pytest.raises(MetaTTTError, match="is of another model"):
+        load_attached(file, other)
+    assert type(other.model.layers[0].mlp.down_proj) is nn.Linear
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
-    for damaged in (bytes(content), b"junk"):
-        file.write_bytes(damaged)
-        with pytest.raises(MetaTTTError, match="damaged"):
-            own.load(file)
-    with pytest.raises(MetaTTTError, match="missing"):
-        own.load(tmp_path / "nowhere")
-    assert torch.equal(made(IDS).logits, logits)
+    file.write_bytes(content)
+    with pytest.raises(MetaTTTError, match="damaged"):
+        load_attached(file, made)
+    file.write_bytes(b"junk")
+    with pytest.raises(MetaTTTError):
+        load_attached(file, made)
+    for text in ("", "[]", json.dumps({"format": FORMAT, "layer": 3})):
+        write_tensors(file, {"a": torch.zeros(2)}, text)
+        with pytest.raises(MetaTTTError, match=r"holds no attached layers|is damaged"):
+            load_attached(file, made)
+    assert torch.equal(made(IDS).logits, before)
+
+
+@pytest.mark.parametrize("settings", [{"learner._target_": "os.system"}, {"task": "custom"}, {"dim": "${oc.env:HOME}"}])
+def test_a_file_cannot_run_code(settings: dict[str, str], tmp_path: Path) -> None:
+    about = {"format": FORMAT, "base": "", "pattern": ATTENTION, "layer": "ttt_linear", "how": "beside"}
+    write_tensors(tmp_path / "layers", {"a": torch.zeros(2)}, json.dumps(about | {"settings": settings}))
+    with pytest.raises(MetaTTTError, match="names classes of its own"):
+        load_attached(tmp_path / "layers", llama())

@@ -1,9 +1,7 @@
-"""The example of novel views: its pictures and tokens, the model that learns and reads them, and a run."""
+"""Views of drawn scenes: their pictures and tokens, the model that learns and reads them, and a run."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +12,27 @@ from runs_for_tests import log
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
+from metattt.data.novel_views import NovelViewsData, cameras, render
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.training.train import train
 
-SMALL = ("dim=16", "num_heads=1", "model.num_layers=2", "trainer.accelerator=cpu")
+SMALL = ("experiment=novel_views", "dim=16", "num_heads=1", "model.num_layers=2", "trainer.accelerator=cpu")
 
 
-@pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples" / "novel_views")
-        yield importlib.import_module("novel_views")
-
-
-def test_a_picture_shows_the_nearest_sphere(example: Any) -> None:
+def test_a_picture_shows_the_nearest_sphere() -> None:
     """A ray meets a sphere where it leaves the direction of the centre by less than asin(r / distance)."""
     centres, radii = np.array([[0.6, 0, 0], [-0.5, 0.2, 0.1]]), np.array([0.3, 0.5])
-    (origin,), (rays,) = example.cameras(np.array([[2.0, 0, 0]]), 33)
-    colours = example.render(origin, rays, (centres, radii, np.eye(3)[:2]))
+    (origin,), (rays,) = cameras(np.array([[2.0, 0, 0]]), 33)
+    colours = render(origin, rays, (centres, radii, np.eye(3)[:2]))
     away = np.linalg.norm(centres - origin, axis=-1)
     met = rays @ ((centres - origin[0]) / away.T).T > np.sqrt(1 - (radii / away[0]) ** 2)
     assert ((colours[..., 0] > 0) == met[..., 0]).all() and ((colours[..., 1] > 0) == met[..., 1] & ~met[..., 0]).all()
     assert colours[16, 16] == pytest.approx([0.7, 0, 0])  # the middle of the picture; the normal there is level
 
 
-def test_the_tokens_of_a_scene(example: Any) -> None:
-    data = example.NovelViewsData(given=(0, 1, 3), asked=2, image_size=6, patch_size=3)
+def test_the_tokens_of_a_scene() -> None:
+    data = NovelViewsData(given=(0, 1, 3), asked=2, image_size=6, patch_size=3)
     scenes = [data.sequence("validation", index) for index in range(3, 6)]
     for number, (tokens, labels) in zip((0, 4, 12), scenes, strict=True):
         assert tokens[:, -1].tolist() == [1] * number + [0] * (12 - number) + [-1] * 8
@@ -49,10 +41,10 @@ def test_the_tokens_of_a_scene(example: Any) -> None:
 
 
 @pytest.mark.parametrize("size", ["null", "16"])
-def test_an_answer_depends_on_the_given_views_alone(size: str, example: Any) -> None:
+def test_an_answer_depends_on_the_given_views_alone(size: str) -> None:
     """Not on what else is asked for, nor on the batch; not on their order, if they are one mini-batch."""
-    model: Any = instantiate_model(example.configured(*SMALL, f"optimizer.mini_batch_size={size}")).double()
-    data = example.NovelViewsData(given=(0, 1, 3), asked=2)
+    model: Any = instantiate_model(compose(*SMALL, f"optimizer.mini_batch_size={size}")).double()
+    data = NovelViewsData(given=(0, 1, 3), asked=2)
     x = torch.stack([torch.from_numpy(data.sequence("train", index)[0]).double() for index in range(3)])
     for row, number in enumerate((0, 1, 3)):
         alone = model(torch.cat([x[row, : 16 * number], x[row, 64:]])[None])[0, -16:]
@@ -61,14 +53,14 @@ def test_an_answer_depends_on_the_given_views_alone(size: str, example: Any) -> 
     assert torch.allclose(turned, model(x)[2, 48:], rtol=1e-9, atol=1e-11) == (size == "null")
 
 
-def test_a_run_goes_on(tmp_path: Path, example: Any) -> None:
+def test_a_run_goes_on(tmp_path: Path) -> None:
     short = ("data.given=[0,2]", "data.batch_size=3", "data.validation_size=5", "trainer.max_steps=4")
     saved = ("callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.keep=9", f"output_dir={tmp_path}")
-    assert train(example.configured(*SMALL, *short, *saved)) == 0
+    assert train(compose(*SMALL, *short, *saved)) == 0
     whole = log(tmp_path)
-    assert train(compose(f"resume={tmp_path / 'checkpoints' / 'step-00000002'}", "overwrite=true", "trust=novel_views")) == 0
+    assert train(compose(f"resume={tmp_path / 'checkpoints' / 'step-00000002'}", "overwrite=true")) == 0
     assert log(tmp_path) == whole and {"validation/loss_0", "validation/psnr_2"} <= whole[-1].keys()
-    found = evaluate(compose(f"checkpoint={tmp_path}", "trust=novel_views", "device=cpu", job="eval"))[tmp_path.name].loss
+    found = evaluate(compose(f"checkpoint={tmp_path}", "device=cpu", job="eval"))[tmp_path.name].loss
     assert found.mean().item() == pytest.approx(float(whole[-1]["validation/loss"]), rel=1e-5)
 
 
@@ -76,6 +68,6 @@ def test_a_run_goes_on(tmp_path: Path, example: Any) -> None:
     ("data.given=[2,1]", "data.given=[2,1]"), ("data.given=[-1]", "at least 0"), ("data.patch_size=3", "image_size=16"),
     ("model.patch_size=8", "image_size and"), ("model=regression", "=novel_views"), ("layer=mamba", "without learning"),
 ])  # fmt: skip
-def test_mistakes_are_named(words: str, message: str, tmp_path: Path, example: Any) -> None:
+def test_mistakes_are_named(words: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(MetaTTTError, match=message.translate({ord("["): "\\[", ord("]"): "\\]"})):
-        train(example.configured(*SMALL, words, f"output_dir={tmp_path / 'run'}"))
+        train(compose(*SMALL, words, f"output_dir={tmp_path / 'run'}"))

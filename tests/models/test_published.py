@@ -2,6 +2,7 @@
 backbone."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,14 @@ from metattt.models.published_config import build_empty
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
+
+
+def to_jax(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return to_published(model, "jax")
+
+
+def from_jax(params: Mapping[str, Any], config: Mapping[str, Any]) -> LanguageModel:
+    return from_published(params, config, "jax")
 
 
 def golden(kind: str) -> Any:
@@ -87,6 +96,44 @@ def test_there_and_back_bit_for_bit(kind: str) -> None:
     assert same(back, tensors)
     assert settings.items() <= keys.items()
 
+    params, jax_keys = to_jax(model)
+    transposed = tensors["model.layers.0.seq_modeling_block.q_proj.weight"].T
+    assert params["model/h/0/seq_modeling_block/wq/kernel"].equal(transposed)
+    assert jax_keys["seq_modeling_block"] == f"ttt_{kind.split('_')[0]}" + ("" if kind.endswith("mamba") else "_base")
+    again = from_jax(params, jax_keys)
+    assert same(to_published(again)[0], tensors)
+    assert same(to_jax(again)[0], params)
+    ids = torch.from_numpy(golden(kind)["ids"])
+    assert torch.equal(again(ids), model(ids))
+
+
+def test_jax_names_shapes_and_roots() -> None:
+    model = published("mlp_mamba")
+    params, keys = to_jax(model)
+    block = "model/h/0/seq_modeling_block/"
+    shapes = {name: tuple(value.shape) for name, value in params.items()}
+    assert shapes["model/wte/embedding"] == (61, 32) and shapes["model/ln_f/kernel"] == (32,)
+    assert shapes["model/h/0/feed_forward/w1/kernel"] == (32, 48)
+    assert shapes["model/h/0/feed_forward/w2/kernel"] == (48, 32)
+    assert shapes["model/h/0/conv/conv1/kernel"] == shapes[block + "conv_k/kernel"] == (4, 1, 32)
+    assert shapes[block + "learnable_ttt_lr/kernel"] == (2, 32, 1) and shapes[block + "learnable_ttt_lr/bias"] == (2, 1)
+    assert shapes[block + "ttt_dense_0"] == (2, 16, 64) and shapes[block + "ttt_bias_0"] == (2, 1, 64)
+    convolution = to_published(model)[0]["model.layers.0.conv.conv.weight"]
+    assert torch.equal(params["model/h/0/conv/conv1/kernel"][:, 0, :], convolution[:, 0, :].T)  # no flip of the taps
+
+    arrays = {name: value.numpy() for name, value in params.items()}
+    for root in ("params/params/model/", ""):
+        renamed = {root + name.removeprefix("model/"): value for name, value in arrays.items()}
+        assert same(to_jax(from_jax(renamed, keys))[0], params)
+    tree: dict[str, Any] = {}
+    for name, value in arrays.items():
+        *path, leaf = name.split("/")
+        node = tree
+        for step in path:
+            node = node.setdefault(step, {})
+        node[leaf] = value
+    assert same(to_jax(from_jax({"params": tree}, keys))[0], params)
+
 
 def test_types_are_kept_and_tensors_are_not_shared() -> None:
     tensors = {name: value.bfloat16() for name, value in part(golden("linear_mamba"), "param:").items()}
@@ -106,6 +153,7 @@ def test_tied_and_untied_heads(tied: bool) -> None:
     assert (model.head.weight is model.embedding.weight) == tied
     back, _ = to_published(model)
     assert ("lm_head.weight" in back) != tied
+    assert same(to_published(from_jax(*to_jax(model)))[0], back)
     tensors["lm_head.weight"] += 1
     if tied:
         with pytest.raises(MetaTTTError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
@@ -131,6 +179,10 @@ def test_every_name_that_does_not_fit_is_listed() -> None:
     assert f"missing: {block}W2, model.norm.weight;" in message
     assert "unknown: model.layers.0.rotary.inv_freq, model.layers.1.seq_norm.weight;" in message
     assert f"{block}b1 [2, 64] instead of [2, 1, 64]" in message
+    params, keys = to_jax(published("linear_mamba"))
+    params["step"] = torch.tensor(3.0)
+    with pytest.raises(MetaTTTError, match="unknown: step"):
+        from_jax(params, keys)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +192,7 @@ def test_every_name_that_does_not_fit_is_listed() -> None:
         ({"ttt_layer_type": "conv"}, "ttt_layer_type=conv .* linear or mlp"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"pre_convs": True}, "`pre_convs` .* Did you mean `pre_conv`"),
+        ({"seq_modeling_block": "self_attention"}, "seq_modeling_block=self_attention"),
     ],
 )
 def test_bad_configurations_are_refused(change: dict[str, Any], message: str) -> None:
@@ -161,6 +214,8 @@ def test_models_that_were_never_published_say_why(overrides: list[str], message:
     model = build_empty(compose("preset=tiny", *overrides, job="language_model"))
     with pytest.raises(MetaTTTError, match=message):
         to_published(model)
+    with pytest.raises(MetaTTTError, match="JAX trainer has both or neither"):
+        to_jax(build_empty(compose("preset=tiny", "layer.gate=false", job="language_model")))
 
 
 def test_token_steps_keep_their_values() -> None:
@@ -208,6 +263,10 @@ def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "back/model.safetensors"), tensors)
     assert config(kind).items() <= json.loads((tmp_path / "back/config.json").read_text()).items()
 
+    assert main(["convert", f"source={tmp_path}/ours=1", f"target={tmp_path}/jax", "direction=to_jax"]) == 0
+    assert main(["convert", f"source={tmp_path}/jax", f"target={tmp_path}/again"]) == 0
+    assert same(load_file(tmp_path / "again/model.safetensors"), load_file(tmp_path / "ours=1/model.safetensors"))
+
 
 def test_any_model_of_ours_is_loaded_from_a_folder(tmp_path: Path) -> None:
     cfg = compose("preset=tiny", "layer=retnet", job="language_model")
@@ -247,7 +306,7 @@ def test_files_that_cannot_be_read_cost_one_line(tmp_path: Path, capsys: pytest.
         (["source=whole.pt"], "config.json is missing"),
         (["source=empty"], "none of .safetensors"),
         (["source=broken"], "is damaged"),
-        (["source=whole", "direction=to_published"], "published names: leave out direction="),
+        (["source=whole", "direction=from_jax"], "names of direction=from_published"),
         (["source=whole", "target=occupied"], "not empty"),
         ([], "no source is given"),
     ]
