@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -140,20 +141,15 @@ def times(
         with torch.inference_mode(), cast():
             layer(x[:, -1:], state)
 
-    decoding: dict[str, Callable[[], object]] = {}
+    calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "forward + backward": {}, "one token": {}}
     for form, layer in forms.items():
-        with torch.inference_mode(), cast():
+        calls["forward"][form] = partial(forward, layer)
+        calls["forward + backward"][form] = partial(training, layer)
+        with suppress(MetaTTTError), torch.inference_mode(), cast():  # there may be no state
             _, state = layer(x[:, :-1])
-        try:
             decode(layer, state)
-            decoding[form] = partial(decode, layer, state)
-        except MetaTTTError:  # there is no state
-            continue
-    return {
-        "forward": _in_turn({form: partial(forward, layer) for form, layer in forms.items()}, rounds),
-        "forward + backward": _in_turn({form: partial(training, layer) for form, layer in forms.items()}, rounds),
-        "one token": _in_turn(decoding, rounds),
-    }
+            calls["one token"][form] = partial(decode, layer, state)
+    return {title: _in_turn(by_form, rounds) for title, by_form in calls.items()}
 
 
 def _in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

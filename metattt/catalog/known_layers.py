@@ -71,15 +71,13 @@ def _tabulate(cfg: DictConfig) -> None:
     written = written_down(cfg.dim, cfg.num_heads)
     for family in families:
         names = [name for name, source in known.items() if source.family == family]
-        rows = {name: written.get(name) or _examine(name, cfg, searching) for name in names}
-        console.print(_table(family, rows, known))
+        rows = {name: written[name] for name in names if name in written}
+        if others := [name for name in names if name not in written]:
+            from metattt.catalog.layer_measures import examine  # which needs torch
+
+            rows |= {name: examine(name, cfg.dim, cfg.num_heads, *searching) for name in others}
+        console.print(_table(family, {name: rows[name] for name in names}, known))
     console.print(LEGEND, highlight=False)
-
-
-def _examine(name: str, cfg: DictConfig, searching: Sequence[str]) -> KnownLayer:
-    from metattt.catalog.layer_measures import examine
-
-    return examine(name, cfg.dim, cfg.num_heads, *searching)
 
 
 def _table(family: str, rows: dict[str, KnownLayer], known: dict[str, Source]) -> Table:
@@ -93,7 +91,7 @@ def _table(family: str, rows: dict[str, KnownLayer], known: dict[str, Source]) -
             for part, settings in (one.parts[group] for group in GROUPS)
         )
         paper = f"\n[dim]{escape(str(known[name]))}[/]" if known[name].paper else ""
-        table.add_row(f"[bold]{name}[/]{paper}", *parts, _yes(one), one.state, one.cost)
+        table.add_row(f"[bold]{name}[/]{paper}", *parts, "yes" if one.causal else "no", one.state, one.cost)
     return table
 
 
@@ -109,8 +107,9 @@ def _show(cfg: DictConfig, chosen: list[str]) -> None:
     size = f"dim={cfg.dim} (D), num_heads={cfg.num_heads} (H), {cfg.dim // cfg.num_heads} features a head (d)"
     written = written_down(cfg.dim, cfg.num_heads) if len(chosen) == 1 else {}
     found = written.get(name) or examined(layer, cfg)
-    facts = (f"state of a sequence: {found.state}", f"cost of a token: {found.cost}", f"causal: {_yes(found)}")
-    sections = [*equations(layer), Section("measured", list(facts))]
+    causal = "yes" if found.causal else "no"
+    facts = [f"state of a sequence: {found.state}", f"cost of a token: {found.cost}", f"causal: {causal}"]
+    sections = [*equations(layer), Section("measured", facts)]
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"{' '.join(chosen)}, {size}")
     if known is not None:
@@ -131,9 +130,9 @@ class KnownLayer:
         cost_growth: of the time for one token with the tokens before it: 0 constant, 1 linear, 2 quadratic.
     """
 
-    parts: dict[str, tuple[str, str]]
+    parts: dict[str, list[str]]
     causal: bool
-    state_bytes: tuple[float, float, float] | None
+    state_bytes: list[float] | None
     cost_growth: int
 
     @property
@@ -150,10 +149,6 @@ class KnownLayer:
         return "constant" if self.cost_growth == 0 else f"grows with {GROWTH[self.cost_growth]}"
 
 
-def _yes(one: KnownLayer) -> str:
-    return "yes" if one.causal else "no"
-
-
 def written_down(dim: int, num_heads: int) -> dict[str, KnownLayer]:
     """What is known of our layers without measuring; nothing at another width than that of the file, nor of a layer
     whose configuration has changed since."""
@@ -162,12 +157,7 @@ def written_down(dim: int, num_heads: int) -> dict[str, KnownLayer]:
         return {}
     now = files_of("layer")
     return {
-        name: KnownLayer(
-            {group: (part, settings) for group, (part, settings) in one["parts"].items()},
-            one["causal"],
-            one["state_bytes"] and tuple(one["state_bytes"]),
-            one["cost_growth"],
-        )
+        name: KnownLayer(one["parts"], one["causal"], one["state_bytes"], one["cost_growth"])
         for name, one in content["layers"].items()
         if name in now and one["configuration"] == checksum(now[name])
     }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from metattt.catalog.known_layers import GROUPS, MEASURED, KnownLayer, checksum, known_layers
 from metattt.combined import Combined
@@ -27,6 +24,7 @@ from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
+from metattt.measures.flops import count_flops
 from metattt.mixers.base import Mixer
 from metattt.registry import REGISTERED
 from metattt.state import WHOLE_CALL
@@ -45,7 +43,7 @@ def examine(name: str, dim: int, num_heads: int, *overrides: str) -> KnownLayer:
 def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     """The same for a layer that was made of a configuration."""
     nodes = list(_layers(cfg.layer))
-    parts = {group: _joined([_of_layer(node, group) for node in nodes]) for group in GROUPS}
+    parts = {group: list(_joined([_of_layer(node, group) for node in nodes])) for group in GROUPS}
     inner = [one for one in layer.modules() if isinstance(one, TTTLayer)]
     at_once = [getattr(one.learner, key, None) or 0 for one in inner for key in ("window", "chunk")]
     chunks = [one.chunk_size for one in layer.modules() if isinstance(one, Mixer)]
@@ -53,10 +51,18 @@ def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     if block >= WHOLE_CALL:
         counts = [25, 625, 1225]  # squares at equal distances: maps of an image
-    sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
+    sizes, costs = [], []
+    for count in counts:
+        x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            sizes.append(layer(x)[1].nbytes)
+        costs.append(count_flops(layer, x))
     state = _polynomial(sizes, counts)
     growth = max(_degree(state), _degree(_polynomial(costs, counts)) - 1)
-    return KnownLayer(parts, _is_causal(layer), state if _goes_on(layer) else None, growth)
+    changes = found_out(layer, layer.dim)
+    if changes is None:
+        raise MetaTTTError("a known layer gives values that are not finite on random tokens")
+    return KnownLayer(parts, layer.causal and not changes, list(state) if _goes_on(layer) else None, growth)
 
 
 def _layers(node: DictConfig) -> Iterator[DictConfig]:
@@ -88,7 +94,9 @@ def _part(node: DictConfig, group: str) -> tuple[str, str]:
     changed = [
         (key, node[key]) for key, default in defaults.items() if key in node and default is not inspect.Parameter.empty
     ]
-    return name, ", ".join(f"{key}={_yaml(value)}" for key, value in changed if value != defaults[key])
+    words = [(key, str(value)) for key, value in changed if value != defaults[key]]
+    plain = {"True": "true", "False": "false", "None": "none"}
+    return name, ", ".join(f"{key}={plain.get(word, word)}" for key, word in words)
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
@@ -96,40 +104,6 @@ def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
     if len(parts) == 1:
         return parts[0]
     return " + ".join(name for name, _ in parts), " + ".join(settings or "defaults" for _, settings in parts)
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-class Operations(TorchDispatchMode):
-    """Counts multiplications and additions of matrix products and attention while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        cost = flop_registry.get(packet)
-        if cost is not None:
-            self.count += cost(*args, **(kwargs or {}), out_val=result)
-        elif re.fullmatch(r"_scaled_dot_product\w*_attention\w*(?<!_backward)", packet.__name__):
-            # which operator attention becomes differs by version and device; torch counts some of them only
-            self.count += sdpa_flop_count(*(one.shape for one in args[:3]))
-        return result
-
-
-def _measure(layer: TTTLayer | Combined | Mixer, count: int) -> tuple[int, int]:
-    """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for
-    them."""
-    x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        layer(x)  # the first call of a length finds out shapes
-        with Operations() as operations:
-            _, state = layer(x)
-    return state.nbytes, operations.count
 
 
 def _polynomial(values: Sequence[int], counts: Sequence[int]) -> tuple[float, float, float]:
@@ -154,14 +128,6 @@ def _goes_on(layer: TTTLayer | Combined | Mixer) -> bool:
         except MetaTTTError:
             return False
     return True
-
-
-def _is_causal(layer: TTTLayer | Combined | Mixer) -> bool:
-    """Whether later tokens change earlier outputs."""
-    changes = found_out(layer, layer.dim)
-    if changes is None:
-        raise MetaTTTError("a known layer gives values that are not finite on random tokens")
-    return layer.causal and not changes
 
 
 def write_down(dim: int, num_heads: int) -> str:

@@ -91,7 +91,12 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
             f"{origin} has checkpoint version {version!s:.20}; this release reads version {VERSION}: use the release "
             "that wrote it, or train the model again"
         )
-    check_plain(config, origin)
+    for path, value in leaves(config):
+        if is_computed(value):
+            where = ".".join(map(str, path))
+            raise MetaTTTError(
+                f"{origin} has {value[:80]!r} as `{where}`: only ${{key}} is filled in, nothing is computed"
+            )
     for part in PARTS:
         if not isinstance(config.get(part), dict | None):
             raise MetaTTTError(
@@ -128,19 +133,17 @@ def record_config(
 # -- components by name ------------------------------------------------------------------------------------------------
 
 
-def to_names(node: Any) -> Any:
-    """A plain configuration (dictionaries, lists, values) as it is written to disk."""
-    # another process will find a registered class by its name if it is ours, or of a package that announces its own
-    owners = {"metattt", *(entry.value.partition(".")[0] for entry in announced("metattt.components"))}
-    return _named(node, {target: key for key, target in REGISTERED.items() if target.partition(".")[0] in owners})
-
-
-def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
+def to_names(node: Any, names: Mapping[str, tuple[str, str]] | None = None) -> Any:
+    """A plain configuration (dictionaries, lists, values) as it is written to disk; `names`: those of classes."""
+    if names is None:
+        # another process will find a registered class by its name if it is ours, or of a package that announces its own
+        owners = {"metattt", *(entry.value.partition(".")[0] for entry in announced("metattt.components"))}
+        names = {target: key for key, target in REGISTERED.items() if target.partition(".")[0] in owners}
     if isinstance(node, list):
-        return [_named(one, names) for one in node]
+        return [to_names(one, names) for one in node]
     if not isinstance(node, dict):
         return node
-    written = {key: _named(value, names) for key, value in node.items()}
+    written = {key: to_names(value, names) for key, value in node.items()}
     target = node.get("_target_")
     if not isinstance(target, str) or target not in names:
         return written
@@ -209,16 +212,6 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 def is_computed(value: Any) -> bool:
     """Whether a value is a text in which something is filled in other than another value."""
     return isinstance(value, str) and "${" in REFERENCE.sub("", value)
-
-
-def check_plain(config: Any, origin: object) -> None:
-    """Raises an error for values that are computed."""
-    for path, value in leaves(config):
-        if is_computed(value):
-            where = ".".join(map(str, path))
-            raise MetaTTTError(
-                f"{origin} has {value[:80]!r} as `{where}`: only ${{key}} is filled in, nothing is computed"
-            )
 
 
 def check_target(target: Any, node: Mapping[str, Any], origin: object, trust: Collection[str]) -> None:

@@ -27,17 +27,14 @@ UNREADABLE = (SafetensorError, OSError, RuntimeError, LookupError, ValueError, T
 """What safetensors raises for a file that is none."""
 
 
-def take_apart(node: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+def take_apart(node: Any, tensors: dict[str, Tensor], path: str = "", seen: dict[Any, str] | None = None) -> Any:
     """What `json` can write; the tensors inside go into `tensors`, by their place:
-    `optimizer_states/0/state/3/exp_avg`. One that is there twice goes there once.
+    `optimizer_states/0/state/3/exp_avg`. One that is there twice goes there once; `seen` are those before.
 
     Raises:
         MetaTTTError: an object that is neither plain data nor a tensor.
     """
-    return _take_apart(node, tensors, {}, path)
-
-
-def _take_apart(node: Any, tensors: dict[str, Tensor], seen: dict[Any, str], path: str) -> Any:
+    seen = {} if seen is None else seen
     if isinstance(node, Tensor):
         shared = not isinstance(node, DTensor) and node.numel() > 0
         place = (node.device, node.data_ptr(), node.shape, node.stride(), node.dtype) if shared else path
@@ -45,12 +42,12 @@ def _take_apart(node: Any, tensors: dict[str, Tensor], seen: dict[Any, str], pat
         tensors[name] = node
         return {TENSOR: name}
     if isinstance(node, Mapping):
-        items = [(key, _take_apart(value, tensors, seen, f"{path}/{key}".lstrip("/"))) for key, value in node.items()]
+        items = [(key, take_apart(value, tensors, f"{path}/{key}".lstrip("/"), seen)) for key, value in node.items()]
         if all(type(key) is str and not key.startswith("$") for key in node):
             return dict(items)
-        return {ITEMS: [[_take_apart(key, tensors, seen, f"{path}/key"), value] for key, value in items]}
+        return {ITEMS: [[take_apart(key, tensors, f"{path}/key", seen), value] for key, value in items]}
     if isinstance(node, list | tuple):
-        listed = [_take_apart(one, tensors, seen, f"{path}/{index}") for index, one in enumerate(node)]
+        listed = [take_apart(one, tensors, f"{path}/{index}", seen) for index, one in enumerate(node)]
         return {TUPLE: listed} if isinstance(node, tuple) else listed
     if isinstance(node, SCALARS):
         return node

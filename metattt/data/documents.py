@@ -8,8 +8,9 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from metattt.composition.messages import first_line
 from metattt.data.manifest import MANIFEST
 from metattt.errors import MetaTTTError
 from metattt.io import path_of
@@ -130,52 +131,34 @@ def _raise(error: OSError) -> None:
 
 def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
     """The documents of one file."""
-    name = file.relative_to(root).as_posix()
+    name, number = file.relative_to(root).as_posix(), 1
     try:
         if file.suffix in TEXT_SUFFIXES:
             yield Document(name, file.read_bytes())
-        else:
-            texts = _jsonl(file, text_key) if file.suffix == ".jsonl" else _parquet(file, text_key)
-            for row, text in enumerate(texts, start=1):
-                yield Document(f"{name}:{row}", text)
-    except OSError as error:
-        raise MetaTTTError(f"{file} cannot be read: {error.strerror or error}") from error
-    except MemoryError as error:
-        raise MetaTTTError(f"{file} does not fit into memory: cut it into several files") from error
+            return
+        for row in _lines(file) if file.suffix == ".jsonl" else _rows(file, text_key):
+            text = row.get(text_key, 0) if isinstance(row, dict) else 0
+            if not isinstance(text, str | None):
+                raise MetaTTTError(f"{file}:{number} has no text in {text_key!r}: set data.text_key=...")
+            yield Document(f"{name}:{number}", (text or "").encode())
+            number += 1
+    except MetaTTTError:
+        raise
+    except Exception as error:  # of JSON, of the many layers of a parquet file, of the disk
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise MetaTTTError(f"{file}:{number} cannot be read: {reason:.200}") from error
 
 
-def _jsonl(file: Path, text_key: str) -> Iterator[bytes]:
+def _lines(file: Path) -> Iterator[Any]:
     with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield _encoded(json.loads(line)[text_key], text_key)
-            except (KeyError, TypeError) as error:
-                raise MetaTTTError(f"{file}:{number} has no text in {text_key!r}: set data.text_key=...") from error
-            except (ValueError, RecursionError) as error:  # no JSON, half a pair of surrogates, lists in lists in lists
-                raise MetaTTTError(f"{file}:{number} cannot be read: {str(error).splitlines()[0]:.200}") from error
+        yield from (json.loads(line) for line in lines if line.strip())
 
 
-def _parquet(file: Path, text_key: str) -> Iterator[bytes]:
-    pyarrow = need("pyarrow", extra="text", what=f"reading {file}")
+def _rows(file: Path, text_key: str) -> Iterator[dict[str, Any]]:
     parquet = need("pyarrow.parquet", extra="text", what=f"reading {file}")
-    try:
-        table = parquet.ParquetFile(file)
-        if text_key not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise MetaTTTError(f"{file} has no column {text_key!r}, only {names}: name it with data.text_key=...")
-        for batch in table.iter_batches(columns=[text_key]):
-            for text in batch.column(0).to_pylist():
-                yield _encoded(text or "", text_key)
-    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:  # pages that are damaged among them
-        if isinstance(error, MetaTTTError):
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MetaTTTError(f"{file} is not a parquet file that can be read: {reason}") from error
-
-
-def _encoded(text: object, text_key: str) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError(f"{text_key!r} holds {type(text).__name__}, not text")
-    return text.encode()
+    table = parquet.ParquetFile(file)
+    if text_key not in table.schema_arrow.names:
+        names = ", ".join(table.schema_arrow.names)
+        raise MetaTTTError(f"{file} has no column {text_key!r}, only {names}: name it with data.text_key=...")
+    for batch in table.iter_batches(columns=[text_key]):
+        yield from batch.to_pylist()

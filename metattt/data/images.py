@@ -203,15 +203,6 @@ class ImageData(Images):
                 f"data.batch_size={self.batch_size}"
             )
 
-    def open(self, name: str, found: Dataset[Any] | None = None) -> None:
-        """Opens one split without the others; or takes a data set of pairs (image, label) for it, whose `transform` the
-        loader sets.
-
-        Raises:
-            MetaTTTError: no images.
-        """
-        self._datasets[name] = self._dataset(name) if found is None else found
-
     def _dataset(self, name: str) -> Dataset[Any]:
         if self.path is None and not self.dataset:
             raise MetaTTTError(

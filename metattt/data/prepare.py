@@ -130,8 +130,9 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
             rows = [_rows(library, chosen, *one, name, cache, console) for one, name in zip(given, names, strict=True)]
-            _check_splits(rows, chosen)
-            written = _write(new, [_tokenised(library, one, chosen, tokenizer.content) for one in rows], tokenizer)
+            for one in rows:
+                one.table = _tokenised(library, one, chosen, tokenizer.content)
+            written = _write(new, rows, chosen, tokenizer)
             if tokenizer.content is not None:
                 write_whole(new / TOKENIZER, tokenizer.content.encode())
             manifest = {
@@ -199,7 +200,7 @@ def _rows(
     if _is_here(source, files):
         found = find_files(source, key)
         if next(iterate_documents(found, chosen.text_key), None) is None:
-            raise _no_document(bool(held_out), chosen)
+            raise MetaTTTError(f"{key}={source} holds no text")
         stamps = [(str(file), str(base), file.stat().st_size, file.stat().st_mtime_ns) for file, base in found]
         features = library.Features({"key": library.Value("binary"), "text": library.Value("large_binary")})
         table = library.Dataset.from_generator(
@@ -222,67 +223,28 @@ def _documents(files: list[tuple[str, str, int, int]], text_key: str) -> Iterato
         yield {"key": document.name, "text": document.text}
 
 
-def _keys(rows: Rows) -> Iterator[bytes]:
-    """The names of documents: they decide where each goes."""
-    if "key" in rows.table.column_names:
-        yield from (key for batch in rows.table.select_columns(["key"]).iter(1000) for key in batch["key"])
-    else:
-        yield from (f"{rows.name}:{row}".encode() for row in range(len(rows.table)))
-
-
-def _check_splits(sources: Sequence[Rows], chosen: PrepareSettings) -> None:
-    """Raises an error for text without a document for each split, before any is tokenised."""
-    wanted = {True, False} if chosen.validation_fraction > 0 else {False}
-    for rows in sources:
-        for key in _keys(rows):
-            held_out = rows.held_out
-            wanted.discard(share(key, chosen.seed) < chosen.validation_fraction if held_out is None else held_out)
-            if not wanted or held_out is not None:
-                break
-    if wanted:
-        raise _no_document(False not in wanted, chosen)
-
-
-def _no_document(held_out: bool, chosen: PrepareSettings) -> MetaTTTError:
-    return MetaTTTError(
-        f"no document is in the {'validation' if held_out else 'train'} split: set validation_fraction (now "
-        f"{chosen.validation_fraction}) or seed, or give files of their own to validate on: validation_source=<files>"
-    )
-
-
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
 def _tokenised(library: Any, rows: Rows, chosen: PrepareSettings, tokenizer: str | None) -> Any:
-    """A row for every document: its tokens, its split, and the bytes of its text."""
-    columns = {"tokens": "large_binary", "held_out": "bool", "bytes": "int64"}
+    """In place of its text, the tokens of every document and the bytes of its text. What decides about the splits is
+    not known here: `datasets` need not tokenise again for another one."""
+    kinds = {name: rows.table.features[name] for name in rows.table.column_names if name != rows.text_key}
+    kinds |= {"tokens": library.Value("large_binary"), "bytes": library.Value("int64")}
     count = min(chosen.workers or os.cpu_count() or 1, len(rows.table))
     return rows.table.map(
-        _tokens, with_indices=True, batched=True, batch_size=BATCH, num_proc=count if count > 1 else None,
-        remove_columns=rows.table.column_names,
-        features=library.Features({name: library.Value(kind) for name, kind in columns.items()}),
-        fn_kwargs={
-            "name": rows.name, "held_out": rows.held_out, "tokenizer": tokenizer, "text_key": rows.text_key,
-            "fraction": chosen.validation_fraction, "seed": chosen.seed,
-        }, desc="tokenising",
+        _tokens, batched=True, batch_size=BATCH, num_proc=count if count > 1 else None, remove_columns=[rows.text_key],
+        features=library.Features(kinds), fn_kwargs={"tokenizer": tokenizer, "text_key": rows.text_key},
+        desc="tokenising",
     )  # fmt: skip
 
 
-def _tokens(
-    batch: Mapping[str, list[Any]], rows: Sequence[int], name: str, held_out: bool | None, tokenizer: str | None,
-    text_key: str, fraction: float, seed: int,
-) -> dict[str, list[Any]]:  # fmt: skip
+def _tokens(batch: Mapping[str, list[Any]], tokenizer: str | None, text_key: str) -> dict[str, list[Any]]:
     encoder = _tokenizer(tokenizer)
     dtype = dtype_of(encoder.vocab_size)
-    found: dict[str, list[Any]] = {"tokens": [], "held_out": [], "bytes": []}
-    for place, row in enumerate(rows):
-        key = batch["key"][place] if "key" in batch else f"{name}:{row}".encode()
-        text = batch[text_key][place] or b""
-        text = text.encode() if isinstance(text, str) else text
-        found["tokens"].append(document_tokens(encoder, text).astype(dtype).tobytes())
-        found["held_out"].append(share(key, seed) < fraction if held_out is None else held_out)
-        found["bytes"].append(len(text))
-    return found
+    texts = [text.encode() if isinstance(text, str) else text or b"" for text in batch[text_key]]
+    tokens = [document_tokens(encoder, text).astype(dtype).tobytes() for text in texts]
+    return {"tokens": tokens, "bytes": list(map(len, texts))}
 
 
 @lru_cache(1)
@@ -290,24 +252,43 @@ def _tokenizer(content: str | None) -> Tokenizer:
     return ByteTokenizer() if content is None else FileTokenizer(content, "the text of tokenizer=")
 
 
-def _write(folder: Path, tables: Sequence[Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokens of all documents, those to train on first; their counts, and the checksums of the files."""
+def _split(rows: Rows, chosen: PrepareSettings) -> Iterator[tuple[bool, bytes, int]]:
+    """Of every document: whether it is to validate on, its tokens, and the bytes of its text."""
+    number = 0
+    for batch in rows.table.iter(BATCH):
+        for place, (tokens, length) in enumerate(zip(batch["tokens"], batch["bytes"], strict=True)):
+            name = batch["key"][place] if "key" in batch else f"{rows.name}:{number}".encode()
+            by_name = share(name, chosen.seed) < chosen.validation_fraction
+            yield by_name if rows.held_out is None else rows.held_out, tokens, length
+            number += 1
+
+
+def _write(folder: Path, sources: Sequence[Rows], chosen: PrepareSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The tokens of all documents, those to train on first; their counts, and the checksums of the files.
+
+    Raises:
+        MetaTTTError: no document is in a split.
+    """
     splits, hasher, starts = {}, xxhash.xxh3_128(), array("q")
     size, place = dtype_of(tokenizer.vocab_size).itemsize, 0
     with (folder / TOKENS).open("wb") as file:
         for split in ("train", "validation"):
             counts = dict.fromkeys(("documents", "bytes", "tokens"), 0)
-            for batch in (batch for table in tables for batch in table.iter(BATCH)):
-                for tokens, held_out, length in zip(batch["tokens"], batch["held_out"], batch["bytes"], strict=True):
-                    if held_out != (split == "validation"):
-                        continue
-                    starts.append(place)
-                    file.write(tokens)
-                    hasher.update(tokens)
-                    place += len(tokens) // size
-                    for key, count in (("documents", 1), ("bytes", length), ("tokens", len(tokens) // size)):
-                        counts[key] += count
+            for held_out, tokens, length in (one for rows in sources for one in _split(rows, chosen)):
+                if held_out != (split == "validation"):
+                    continue
+                starts.append(place)
+                file.write(tokens)
+                hasher.update(tokens)
+                place += len(tokens) // size
+                for key, count in (("documents", 1), ("bytes", length), ("tokens", len(tokens) // size)):
+                    counts[key] += count
             splits[split] = counts
+            if not counts["documents"] and (split == "train" or chosen.validation_fraction > 0):
+                raise MetaTTTError(
+                    f"no document is in the {split} split: set validation_fraction (now {chosen.validation_fraction}) "
+                    "or seed, or give files of their own to validate on: validation_source=<files>"
+                )
         file.flush()
         os.fsync(file.fileno())
     index = np.frombuffer(starts, np.int64).tobytes()

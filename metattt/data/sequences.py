@@ -25,6 +25,7 @@ SHARES = 8  # the validation and the test split have one of so many parts of all
 MOST_TRIES = 1000  # draws until one lies in a split
 MOST_KEPT = 2**28  # bytes of held-out sequences in memory
 NO_LABEL = -1  # of a token that nothing is asked at; of numbers it is NaN
+GIVEN, ASKED = 1, -1  # the last number of a token that is given or asked for, where a sequence has both
 Batch = tuple[Tensor, Tensor]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from metattt.data.base import ReadError
 from metattt.data.manifest import DOCUMENTS, TOKENS, read_manifest
 from metattt.data.tokenizers import read_tokenizer
-from metattt.data.windows import Split, WindowData, digest_of, dtype_of, no_test_text
+from metattt.data.windows import Split, WindowData, digest_of, dtype_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import check_own, checksum, path_of
 from metattt.registry import register
@@ -144,8 +144,7 @@ class ShardData(WindowData):
         Raises:
             MetaTTTError: if the split is shorter than one window; `test`.
         """
-        if name == "test":
-            raise no_test_text(self.path)
+        self.check_no_test(name)
         self.setup()
         border, width, end = self.manifest["splits"]["train"]["tokens"], self.context_length + 1, self.length
         start, stop = {"train": (0, border), "validation": (border, end), "all": (0, end)}[name]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from metattt.composition.messages import first_line
 from metattt.data.sources import FOREIGN, is_local, load
 from metattt.data.tokenizers import Tokenizer, document_tokens, load_tokenizer
-from metattt.data.windows import Batches, Split, WindowArray, WindowData, Windows, digest_of, no_test_text
+from metattt.data.windows import Batches, Split, WindowData, Windows, digest_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import path_of
 from metattt.registry import register
@@ -43,7 +43,7 @@ class Reader:
         self.dataset, self.text_key, self.tokenizer, self.name = dataset, text_key, tokenizer, name
         self.begin = dataset.state_dict()
         self.place: Any = self.begin  # of the document that is read
-        self.length, self.rest = 0, np.empty(0, np.int64)  # its tokens, and those that are left of it
+        self.tokens, self.used = np.empty(0, np.int64), 0  # of it, and how many have been read
         self._documents = self._endless(self.begin)
 
     def read(self, count: int) -> np.ndarray:
@@ -54,15 +54,16 @@ class Reader:
         """
         found: list[np.ndarray] = []
         while count > 0:
-            if not len(self.rest):
-                self.rest = next(self._documents)
-            found.append(self.rest[:count])
-            self.rest, count = self.rest[count:], count - len(found[-1])
+            if self.used == len(self.tokens):
+                self.place, self.tokens = next(self._documents)
+                self.used = 0
+            found.append(self.tokens[self.used : self.used + count])
+            self.used, count = self.used + len(found[-1]), count - len(found[-1])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def bookmark(self) -> dict[str, Any]:
         """How far it has read, as plain data."""
-        return {"place": self.place, "used": self.length - len(self.rest)}
+        return {"place": self.place, "used": self.used}
 
     def go_to(self, bookmark: Mapping[str, Any]) -> None:
         """Goes on from a bookmark of the same stream.
@@ -70,11 +71,12 @@ class Reader:
         Raises:
             MetaTTTError: the stream has no such place.
         """
-        self._documents, used = self._endless(bookmark["place"]), bookmark["used"]
-        tokens = next(self._documents) if used else np.empty(0, np.int64)
-        if len(tokens) < used:
+        self.place, self.used, self.tokens = bookmark["place"], bookmark["used"], np.empty(0, np.int64)
+        self._documents = self._endless(self.place)
+        if self.used:
+            self.place, self.tokens = next(self._documents)
+        if len(self.tokens) < self.used:
             raise MetaTTTError(f"data.path={self.name} has changed since the checkpoint was written")
-        self.rest = tokens[used:]
 
     def texts(self, place: Any) -> Iterator[tuple[Any, bytes]]:
         """All texts from a place on, empty ones too, each with its place: plain data that a later call can begin at."""
@@ -89,15 +91,14 @@ class Reader:
                 f"data.path={self.name} cannot be read as text in {self.text_key!r}: {first_line(error):.200}"
             ) from error
 
-    def _endless(self, place: Any) -> Iterator[np.ndarray]:
-        """The tokens of every document that is not empty, from a place on."""
+    def _endless(self, place: Any) -> Iterator[tuple[Any, np.ndarray]]:
+        """Place and tokens of every document that is not empty, from a place on."""
         while True:
             found = place is not self.begin
             for here, text in self.texts(place):
                 if text:
-                    found, tokens = True, document_tokens(self.tokenizer, text)
-                    self.place, self.length = here, len(tokens)
-                    yield tokens
+                    found = True
+                    yield here, document_tokens(self.tokenizer, text)
             if not found:
                 raise MetaTTTError(f"data.path={self.name} holds no text to train on")
             place = self.begin
@@ -269,10 +270,9 @@ class StreamData(WindowData):
     def source(self) -> str:
         return f"{self.path}, streamed"
 
-    def windows(self, name: Split) -> WindowArray:
+    def windows(self, name: Split) -> Any:
         """The windows of one split, `train` (which has no end) or `validation`; others raise an error."""
-        if name == "test":
-            raise no_test_text(self.source)
+        self.check_no_test(name)
         if name == "all":
             raise MetaTTTError("split=all: a stream has no end; split=validation reads what is held out")
         self.setup()

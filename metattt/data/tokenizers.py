@@ -244,13 +244,9 @@ def _first(tokenizer: Any, names: Sequence[str]) -> int | None:
     return next((number for name in names if (number := tokenizer.token_to_id(name)) is not None), None)
 
 
-def _byte_characters() -> dict[str, int]:
-    printable = {byte for low, high in ((0x21, 0x7E), (0xA1, 0xAC), (0xAE, 0xFF)) for byte in range(low, high + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-BYTES = _byte_characters()
+_PRINTABLE = [byte for low, high in ((0x21, 0x7E), (0xA1, 0xAC), (0xAE, 0xFF)) for byte in range(low, high + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 """Character -> the byte that it stands for in tokens of byte-level BPE: a printable one for itself, the others are from
 U+0100 on."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -38,27 +38,14 @@ def digest_of(*pieces: Any) -> str:
     return digest.hexdigest()
 
 
-def no_test_text(source: str) -> MetaTTTError:
-    """What a user reads who asks for the split `test` of a kind of text that has none."""
-    return MetaTTTError(f"{source} has no test text: only data=text keeps some, with data.test_fraction=0.1")
-
-
-class WindowArray(Protocol):
-    """`[N, T + 1]` tokens: an array, or something that reads rows like one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: list[int]) -> np.ndarray: ...
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-
-
 class Windows(Dataset[Tensor]):
-    """Windows indexed by a batch of positions at once: `[B, T + 1]` int64; position −1 is a window without tokens."""
+    """Windows indexed by a batch of positions at once: `[B, T + 1]` int64; position −1 is a window without tokens.
 
-    def __init__(self, windows: WindowArray):
+    Args:
+        windows: `[N, T + 1]` tokens: an array, or something that has its length, its `size` (tokens), and reads rows.
+    """
+
+    def __init__(self, windows: Any):
         self.windows = windows
 
     def __len__(self) -> int:
@@ -169,7 +156,7 @@ class WindowData(Data):
         return TextJob(cfg, self)
 
     def fingerprint(self) -> str | None:
-        return digest_of(*(self.windows(name)[:] for name in ("train", "validation")))  # type: ignore[index]
+        return digest_of(*(self.windows(name)[:] for name in ("train", "validation")))
 
     @property
     def source(self) -> str:
@@ -181,9 +168,16 @@ class WindowData(Data):
         train, validation = (self.windows(name).size / 1e6 for name in ("train", "validation"))
         return f"{self.source}: {train:.1f} {self.unit} to train, {validation:.2f} {self.unit} to validate"
 
-    def windows(self, name: Split) -> WindowArray:
-        """The windows of one split, `[N, T + 1]`, one after the other and without overlap."""
+    def windows(self, name: Split) -> Any:
+        """The windows of one split, `[N, T + 1]`, one after the other and without overlap: see `Windows`."""
         raise NotImplementedError
+
+    def check_no_test(self, name: Split) -> None:
+        """Raises an error for the split `test`, which only `data=text` keeps."""
+        if name == "test":
+            raise MetaTTTError(
+                f"{self.source} has no test text: only data=text keeps some, with data.test_fraction=0.1"
+            )
 
     def read_as(self, tokenizer: Tokenizer) -> None:
         """Reads the text as the tokens of a model.
@@ -218,7 +212,7 @@ class WindowData(Data):
         windows = self.windows(name)
         return self._loader(windows, batches_in_order(len(windows), self.batch_size, place))
 
-    def _loader(self, windows: WindowArray, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
+    def _loader(self, windows: Any, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
         # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off
         return DataLoader(
             Windows(windows), batch_size=None, sampler=batches, num_workers=self.num_workers,

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError, NotFinite, check_choice
 from metattt.evaluation.output import table
@@ -68,11 +65,10 @@ class Scores:
 
 def score(
     model: LanguageModel,
-    loader: DataLoader[Tensor],
+    loader: Iterable[Tensor],
     token_bytes: Tensor,
     segment: int = 2048,
     document_start: int | None = None,
-    progress: bool = False,
 ) -> Scores:
     """Scores a model on windows `[B, T + 1]`: every token but the first of each is predicted from those before it.
 
@@ -85,7 +81,6 @@ def score(
         token_bytes: `[V]` bytes that each token stands for.
         segment: tokens per call of the model.
         document_start: the token at which the inner loop starts again from W0; None: it never does.
-        progress: show a progress bar on a terminal (stderr).
 
     Raises:
         MetaTTTError: a segment that is not positive; `NotFinite`, a loss that is none.
@@ -96,18 +91,14 @@ def score(
     nats: list[Tensor] = []
     num_bytes: list[Tensor] = []
     windows = 0
-    console = Console(stderr=True)
-    for batch in track(
-        loader, "evaluating", console=console, transient=True, disable=not (progress and console.is_terminal)
-    ):
+    for batch in loader:
         losses = _losses(model, batch.to(device), segment, document_start)
         nats.append(losses.double().sum(0).cpu())
         if not bool(nats[-1].isfinite().all()):
             place = int((~nats[-1].isfinite()).int().argmax())
             raise NotFinite(
                 f"the loss is {nats[-1][place].item()} from position {place + 1} on: the weights, or what the inner "
-                "loop makes of them "
-                "on this text, have diverged; take an earlier checkpoint"
+                "loop makes of them on this text, have diverged; take an earlier checkpoint"
             )
         num_bytes.append(token_bytes[batch[:, 1:]].sum(0))
         windows += len(batch)

@@ -163,9 +163,4 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
         return list(given)
     alone = [file.is_file() and file.name != SAFETENSORS for file in files]
     names = [file.stem if one else home(file).absolute().name for file, one in zip(files, alone, strict=True)]
-    return numbered(names)
-
-
-def numbered(names: Sequence[str]) -> list[str]:
-    """Names that differ: those that occur more than once get a number."""
     return [name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)]

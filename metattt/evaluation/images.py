@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -72,7 +72,9 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         data: Images = instantiate_part(OmegaConf.create({"data": source}), "data")
         data.evaluation = job.known[name].evaluation or data.evaluation
         data.setup()
-        scores[name] = score(model, data, chosen.inner_loss_windows if chosen.inner_loss else 0, chosen.split)
+        loader = data.test_dataloader() if chosen.split == "test" else data.val_dataloader()
+        with drawn_alike(model):
+            scores[name] = score(model, loader, chosen.inner_loss_windows if chosen.inner_loss else 0)
         if chosen.inner_loss and not scores[name].inner:
             job.console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image", markup=False)
     _print(job.console, scores, chosen.split)
@@ -81,7 +83,13 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         made.csv("images", ("model", "images", "top1", "top5", "loss"), figures)
         curves = {name: one.inner for name, one in scores.items() if one.inner}
         if curves:
-            made.csv("inner_loss", ("model", "block", "inner_step", "loss"), _steps(curves))
+            steps = (
+                (name, block, step, loss)
+                for name, blocks in curves.items()
+                for block, losses in blocks.items()
+                for step, loss in enumerate(losses)
+            )
+            made.csv("inner_loss", ("model", "block", "inner_step", "loss"), steps)
     return scores
 
 
@@ -97,34 +105,28 @@ def _source(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
     return run | given
 
 
-@torch.no_grad()
-def score(model: Any, data: Images, inner: int = 0, split: str = "validation") -> ImageScores:
-    """Accuracy and cross-entropy on the images of a split, each once. Layers that permute tokens at random
-    (`optimizer.sampling=sgd`) draw the same permutations every time.
-
-    Args:
-        model: the vision transformer, in evaluation mode.
-        data: set up.
-        inner: of the first so many images also the losses of the inner loops; 0 for none.
-        split: `validation`, or `test` of data that keeps test images.
-
-    Raises:
-        MetaTTTError: labels that are no classes of the model, predictions that are not finite, no test images.
-    """
-    with drawn_alike(model):
-        return _score(model, data.test_dataloader() if split == "test" else data.val_dataloader(), inner)
-
-
 @contextmanager
 def drawn_alike(model: Any) -> Iterator[None]:
-    """What is drawn meanwhile is the same every time; torch's global generators are left as they were."""
+    """What layers draw meanwhile (`optimizer.sampling=sgd` permutes tokens) is the same every time; torch's global
+    generators are left as they were."""
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield
 
 
-def _score(model: Any, loader: DataLoader[Any], inner: int) -> ImageScores:
+@torch.no_grad()
+def score(model: Any, loader: DataLoader[Any], inner: int = 0) -> ImageScores:
+    """Accuracy and cross-entropy on images, each once.
+
+    Args:
+        model: the vision transformer, in evaluation mode.
+        loader: batches of images and labels.
+        inner: of the first so many images also the losses of the inner loops; 0 for none.
+
+    Raises:
+        MetaTTTError: labels that are no classes of the model, predictions that are not finite, no images.
+    """
     device = next(model.parameters()).device
     nats = first = among = count = 0.0
     curves: dict[int, list[float]] = {}
@@ -155,12 +157,6 @@ def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> N
     if curves:
         steps = map(str, range(max(map(len, curves)) - 2))
         console.print(table("inner loss, before the first step and after each", ("model", "block", *steps), curves))
-
-
-def _steps(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> Iterator[tuple[str, int, int, float]]:
-    for name, blocks in curves.items():
-        for block, losses in blocks.items():
-            yield from ((name, block, step, loss) for step, loss in enumerate(losses))
 
 
 def probabilities(model: Any, images: Tensor) -> Tensor:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from metattt.checkpoints.files import find_checkpoint, home
 from metattt.checkpoints.record import OF_TRAINING, RECORD, modules
 from metattt.checkpoints.trained import load_model, open_trained, read_checkpoint
+from metattt.composition.messages import first_line
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.base import MOST_ROWS
-from metattt.data.images import CorruptImage, ImageData
+from metattt.data.images import CorruptImage
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.evaluation.images import drawn_alike, probabilities
 from metattt.evaluation.output import report, table
@@ -63,50 +63,31 @@ class Prediction(NamedTuple):
 
 
 class Pictures(Dataset[tuple[Any, int]]):
-    """Files of pictures with their numbers; −1 for one that cannot be read.
+    """Files of pictures as a model takes them, with their numbers; −1 for one that cannot be read.
 
     Args:
-        source: a picture, or a folder of pictures and folders.
-        suffixes: of pictures.
+        files: of the pictures.
+        transform: of a picture of PIL.
         mode: PIL's name of the colours: `RGB`, `L`.
         corrupt: a file that cannot be read is an `error`, or `skip`.
-
-    Raises:
-        MetaTTTError: no pictures.
     """
 
-    def __init__(self, source: Path, suffixes: tuple[str, ...], mode: str, corrupt: str):
-        if source.is_file():
-            self.root, self.files = source.parent, [source]
-        elif source.is_dir():
-            found = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
-            self.root, self.files = source, sorted(file for file in found if file.suffix.lower() in suffixes)
-        else:
-            raise MetaTTTError(f"source={source} does not exist: give a picture or a folder of pictures")
-        if not self.files:
-            raise MetaTTTError(f"source={source} holds no pictures: use {', '.join(suffixes)}")
-        self.mode, self.corrupt = mode, corrupt
-        self.transform: Callable[[Any], Any] | None = None  # set by timm's loader
+    def __init__(self, files: Sequence[Path], transform: Callable[[Any], Tensor], mode: str, corrupt: str):
+        self.files, self.transform, self.mode, self.corrupt = files, transform, mode, corrupt
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         pillow: Any = need("PIL.Image", extra="images", what="reading pictures")
         try:
-            with self.files[index].open("rb") as file:
-                image = pillow.open(file).convert(self.mode)
+            image = pillow.open(self.files[index]).convert(self.mode)
         except Exception as error:  # each format's decoder has errors of its own
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self.corrupt == "error":
-                message = f"{self.files[index]} cannot be read ({reason}): remove it, or set corrupt=skip"
-                raise CorruptImage(message) from error
+                reason = f"cannot be read ({first_line(error)}): remove it, or set corrupt=skip"
+                raise CorruptImage(f"{self.files[index]} {reason}") from error
             index, image = -1, pillow.new(self.mode, (8, 8))
-        return (image if self.transform is None else self.transform(image)), index
-
-    def name(self, index: int) -> str:
-        """The path of a picture below the source."""
-        return str(self.files[index].relative_to(self.root))
+        return self.transform(image), index
 
 
 def predict(cfg: DictConfig) -> list[Prediction]:
@@ -136,25 +117,32 @@ def predict(cfg: DictConfig) -> list[Prediction]:
             f"{file} does not say how its images are resized and cropped: its data has no `evaluation`, which "
             "data=images and data=digits have"
         )
-    data, pictures = _data(chosen, model, found.evaluation)
+    root, files = find_pictures(path_of(chosen.source, "source"))
+    timm: Any = need("timm.data", extra="images", what="metattt predict")
+    size, centre = (model.in_chans, *model.patch_embed.img_size), (0.5,) * model.in_chans
+    transform = timm.create_transform(size, mean=centre, std=centre, **found.evaluation)  # as in validation
+    data = Pictures(files, transform, "RGB" if model.in_chans == 3 else "L", chosen.corrupt)
+    loader = DataLoader(data, chosen.batch_size, num_workers=chosen.num_workers)
     predictions: list[Prediction] = []
-    top, seen = min(chosen.top, model.num_classes), 0
+    top, skipped = min(chosen.top, model.num_classes), 0
     with drawn_alike(model):
-        for images, numbers in track(data.val_dataloader(), "pictures", console=Console(stderr=True), transient=True):
-            likeliest = _likeliest(probabilities(model, images), top)
-            for number, pairs in zip(numbers.tolist(), likeliest, strict=True):
-                if number >= 0:
-                    shown, shares = [names[k] for k, _ in pairs], [share for _, share in pairs]
-                    predictions.append(Prediction(pictures.name(number), shown, shares))
-            seen += len(numbers)
+        for images, numbers in track(loader, "pictures", console=Console(stderr=True), transient=True):
+            likeliest = probabilities(model, images).topk(top, dim=1)
+            rows = zip(numbers.tolist(), likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+            for number, classes, shares in rows:
+                if number < 0:
+                    skipped += 1
+                    continue
+                picture = str(files[number].relative_to(root))
+                predictions.append(Prediction(picture, [names[k] for k in classes], shares))
     console = Console(highlight=False, soft_wrap=True)
     _print(console, predictions)
-    if seen > len(predictions):
-        console.print(f"skipped  {seen - len(predictions)} files that cannot be read")
-    with report(chosen.output_dir, home(file) / "predict", "predictions", console) as files:
+    if skipped:
+        console.print(f"skipped  {skipped} files that cannot be read")
+    with report(chosen.output_dir, home(file) / "predict", "predictions", console) as made:
         columns = ["picture", *(f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))]
-        rows = ([one.name, *chain(*zip(one.classes, one.probabilities, strict=True))] for one in predictions)
-        files.csv("predictions", columns, rows)
+        written = ([one.name, *chain(*zip(one.classes, one.probabilities, strict=True))] for one in predictions)
+        made.csv("predictions", columns, written)
     return predictions
 
 
@@ -171,40 +159,29 @@ def class_names(file: Path, count: int) -> list[str]:
     return shown + [str(number) for number in range(len(shown), count)]
 
 
-def _data(chosen: PredictSettings, model: Any, evaluation: Mapping[str, Any]) -> tuple[ImageData, Pictures]:
-    """The pictures as the model takes them: resized and cropped as in validation."""
-    data = ImageData(
-        chosen.source, img_size=model.patch_embed.img_size[0], in_chans=model.in_chans, batch_size=chosen.batch_size,
-        num_workers=chosen.num_workers, corrupt=chosen.corrupt,  # type: ignore[arg-type]
-    )  # fmt: skip
-    data.evaluation = evaluation
-    suffixes = tuple(sorted(data.timm.get_img_extensions()))
-    mode = "RGB" if model.in_chans == 3 else "L"
-    pictures = Pictures(path_of(chosen.source, "source"), suffixes, mode, chosen.corrupt)
-    data.open("validation", pictures)
-    return data, pictures
+def find_pictures(source: Path) -> tuple[Path, list[Path]]:
+    """A folder and the pictures in it and the folders below; or those of one picture.
 
-
-def _likeliest(shares: Tensor, top: int) -> list[list[tuple[int, float]]]:
-    found = torch.topk(shares, top, dim=1)
-    return [
-        list(zip(indices, values, strict=True))
-        for indices, values in zip(found.indices.tolist(), found.values.tolist(), strict=True)
-    ]
+    Raises:
+        MetaTTTError: there are none.
+    """
+    if source.is_file():
+        return source.parent, [source]
+    if not source.is_dir():
+        raise MetaTTTError(f"source={source} does not exist: give a picture or a folder of pictures")
+    suffixes = need("timm.data", extra="images", what="metattt predict").get_img_extensions()
+    found = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
+    files = sorted(file for file in found if file.suffix.lower() in suffixes)
+    if not files:
+        raise MetaTTTError(f"source={source} holds no pictures: use {', '.join(sorted(suffixes))}")
+    return source, files
 
 
 def _print(console: Console, predictions: list[Prediction]) -> None:
     rows = []
     for one in predictions[:ROWS]:
-        first, *others = zip(one.classes, one.probabilities, strict=True)
-        rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in others)
-        rows.append((_plain(one.name), _plain(first[0]), f"{100 * first[1]:.1f}", _plain(rest)))
-    shown = table(f"{len(predictions):,} pictures", ("picture", "class", "%", "then"), rows, left=2)
-    shown.columns[-1].justify = "left"
-    console.print(shown)
+        said = [f"{name} {100 * share:.1f}" for name, share in zip(one.classes, one.probabilities, strict=True)]
+        rows.append([escape(text.encode(errors="backslashreplace").decode()) for text in (one.name, ", ".join(said))])
+    console.print(table(f"{len(predictions):,} pictures", ("picture", "classes, %"), rows, left=2))
     if len(predictions) > ROWS:
         console.print(f"and {len(predictions) - ROWS:,} more in the file")
-
-
-def _plain(text: str) -> str:
-    return escape(text.encode(errors="backslashreplace").decode())

@@ -4,12 +4,14 @@ inner loops."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.progress import track
 
 from metattt.checkpoints.files import home
 from metattt.checkpoints.trained import Trained
@@ -25,7 +27,6 @@ from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import EvalData, Evaluation, data_of
 from metattt.evaluation.output import check_same, table
 from metattt.measures import inner_loss
-from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS
 
 ROWS = 40  # a table with more positions than this is left to the CSV
@@ -57,6 +58,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     data.read_as(tokenizers[0])
     edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
 
+    shown: Any = partial(track, console=Console(stderr=True), transient=True)
     scores: dict[str, Scores] = {}
     curves: dict[str, dict[int, inner_loss.Curves]] = {}
     for name, text in texts.items():
@@ -64,9 +66,13 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         start = data.tokenizer.separator if text.get("document_reset") else None
         sizes, count = data.tokenizer.token_bytes, chosen.inner_loss_windows
         try:
-            scores[name] = score(model, data.loader(split), sizes, chosen.segment, start, progress=True)
-            if chosen.inner_loss and _can_measure(job.console, name, model):
-                curves[name] = inner_loss.average(model, data.loader(split), count, chosen.segment, progress=True)
+            scores[name] = score(model, shown(data.loader(split), "evaluating"), sizes, chosen.segment, start)
+            skipped = inner_loss.unmeasured(model) if chosen.inner_loss else {}
+            for number, reason in skipped.items():
+                job.console.print(f"no inner-loss curves of {name}, layer {number}: {reason}", markup=False)
+            if chosen.inner_loss and len(skipped) < len(model.blocks):
+                windows = shown(data.loader(split), "inner losses")
+                curves[name] = inner_loss.average(model, windows, count, chosen.segment)
         except NotFinite as error:
             raise MetaTTTError(f"{job.known[name].path}: {error}") from error
     columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")
@@ -121,12 +127,3 @@ def _check_same_text(names: Sequence[str], texts: Sequence[dict[str, Any]], spli
         common = [{key: one[key] for key in texts[0].keys() & text.keys()} for one in (texts[0], text)]
         advice = "compare them with split=all data.path=<a text that none has seen>"
         check_same((names[0], name), common, ignored, "texts", tuple(vars(EvalData())), advice)
-
-
-def _can_measure(console: Console, name: str, model: LanguageModel) -> bool:
-    """Whether any layer has inner-loss curves; a line for those that have none."""
-    skipped = inner_loss.unmeasured(model)
-    for reason in dict.fromkeys(skipped.values()):
-        blocks = ", ".join(str(index) for index, other in skipped.items() if other == reason)
-        console.print(f"no inner-loss curves of {name}, layer {blocks}: {reason}", markup=False)
-    return len(skipped) < len(model.blocks)

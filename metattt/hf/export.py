@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
 from metattt.checkpoints.folder import new_folder
@@ -20,13 +19,33 @@ from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
 from metattt.errors import MetaTTTError, check_choice
 from metattt.generation.text import ends
-from metattt.hf.card import CARD, model_card
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
 from metattt.hf.tokenizer import to_transformers
 from metattt.io import sync, write_whole
 from metattt.optional import need
 
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [metattt, test-time-training]
+---
+# {name}
+
+A language model whose sequence layers learn while they read (test-time training), made with MetaTTT: {parameters:,}
+parameters, {vocabulary:,} tokens. `pip install 'metattt[hf]'`, and then:
+
+```python
+import metattt.hf  # makes the model known to Transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")  # this folder, or its name on the Hub
+model = AutoModelForCausalLM.from_pretrained("{name}")
+```
+
+`config.json` describes its layers. The tokenizer puts a separator before every text, as in training; texts of different
+lengths are padded on the left.
+"""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,7 +61,8 @@ class ExportSettings:
 
 
 def export(cfg: DictConfig) -> None:
-    """Writes the folder, and says what it wrote.
+    """Writes the folder that `from_pretrained` reads, and says what it wrote. Killed at any moment, it leaves the whole
+    folder or none of this name.
 
     Args:
         cfg: the configuration of the job `export`.
@@ -63,39 +83,23 @@ def export(cfg: DictConfig) -> None:
     types = {parameter.dtype for parameter in model.parameters()}
     model.to(reduce(torch.promote_types, types) if chosen.dtype is None else DTYPES[chosen.dtype])  # one type for all
     made = MetaTTTForCausalLM.of(model, config, trust)
-    write_folder(target, made, tokenizer, OmegaConf.select(config, "data.context_length"))
-    print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
-
-
-def write_folder(
-    target: Path, made: MetaTTTForCausalLM, tokenizer: ByteTokenizer | FileTokenizer, context: int | None = None
-) -> None:
-    """Writes what `from_pretrained` reads. Killed at any moment, it leaves the whole folder or none of this name.
-
-    Args:
-        target: a folder that is not there, or empty.
-        made: the model; its weights have one type.
-        tokenizer: of the model.
-        context: tokens of the windows that it was trained on, for the model card; None: not known.
-
-    Raises:
-        MetaTTTError: it cannot be written.
-    """
     start, end = tokenizer.separator, ends(tokenizer)[-1]
-    config = MetaTTTConfig(
+    described = MetaTTTConfig(
         metattt=made.config.metattt, bos_token_id=start, eos_token_id=end, pad_token_id=start,
         architectures=[type(made).__name__], dtype=made.config.dtype,
     )  # fmt: skip
     with new_folder(target) as folder:
-        config.save_pretrained(folder)
+        described.save_pretrained(folder)
         generation_config(tokenizer).save_pretrained(folder)
         to_transformers(tokenizer).save_pretrained(folder)
         tied = set(made.all_tied_weights_keys)
         weights = {name: one for name, one in made.state_dict().items() if name not in tied}
         write_tensors(folder / SAFETENSORS, weights)
-        write_whole(folder / CARD, model_card(made, target.absolute().name, context).encode())
+        sizes = {"parameters": made.model.num_parameters(), "vocabulary": made.config.vocab_size}
+        write_whole(folder / "README.md", CARD.format(name=target.absolute().name, **sizes).encode())
         for file in folder.iterdir():
             sync(file)
+    print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
 
 
 def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> Any:

@@ -50,6 +50,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012 (as Transformers has it)
     _no_split_modules = ["Block"]  # noqa: RUF012
+    _input_embed_layer = "embedding"
     _is_stateful = True
 
     config: MetaTTTConfig
@@ -190,9 +191,12 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             MetaTTTError: weights that are damaged, missing, of another model or not finite.
         """
         folder = Path(path, options.get("subfolder") or "") if isinstance(path, (str, Path)) else None
-        if folder is not None and folder.is_dir():
+        if folder is not None and folder.is_dir():  # before a model is made
             config = options.get("config")
-            _verify(folder, config if isinstance(config, MetaTTTConfig) else MetaTTTConfig.from_pretrained(folder))
+            config = config if isinstance(config, MetaTTTConfig) else MetaTTTConfig.from_pretrained(folder)
+            count = sum(len(read_tensors(file)) for file in sorted(folder.glob("*.safetensors")))  # and checksums
+            if config.metattt is not None and count:
+                check_amounts(config.metattt["config"], folder, count)
         options.setdefault("use_safetensors", True)
         try:
             loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **options)
@@ -229,12 +233,6 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         """False: `forward` makes the cache."""
         return False
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
@@ -295,13 +293,3 @@ def _next(labels: Tensor, mask: Tensor | None) -> Tensor:
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in model.named_parameters()}
-
-
-def _verify(folder: Path, config: MetaTTTConfig) -> None:
-    """Compares the weights in a folder with their checksums, where they have them, and their number with what the
-    configuration asks for, before a model is made."""
-    count = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        count += len(read_tensors(file))
-    if config.metattt is not None and count:
-        check_amounts(config.metattt["config"], folder, count)

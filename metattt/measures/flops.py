@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from metattt.layer import TTTLayer
@@ -21,14 +23,10 @@ if TYPE_CHECKING:
 
 def flops_per_image(model: ImageTransformer) -> int:
     """Floating-point operations of the matrix products for one image, inner loops included; 2 for each multiply-add."""
-    blank = copy.deepcopy(model).to("meta").eval()
-    layer: nn.Module = blank.blocks[0].attn.layer  # type: ignore[union-attr, assignment]
-    for block in blank.blocks:
-        block.attn = _Skipped()
+    blank = copy.deepcopy(model).to("meta")
     image = torch.empty(1, model.in_chans, *model.patch_embed.img_size, device="meta")
-    return _count(blank, image) + len(blank.blocks) * flops_of_layer(
-        layer, model.patch_embed.num_patches, model.embed_dim
-    )
+    holders = [block.attn for block in blank.blocks]
+    return _of_model(blank, holders, image, model.patch_embed.num_patches, model.embed_dim)
 
 
 def flops_per_window(model: LanguageModel, length: int) -> int:
@@ -38,15 +36,20 @@ def flops_per_window(model: LanguageModel, length: int) -> int:
         model: on the meta device, as `Builder.empty` makes it; its layers are taken out of it.
         length: T, tokens that are predicted.
     """
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    return _of_model(model, model.blocks, ids, length, model.dim)
+
+
+def _of_model(model: nn.Module, holders: Iterable[Any], x: Tensor, count: int, dim: int) -> int:
+    """Of a model whose `holders` have the layers; each kind of layer is counted once, for `count` tokens."""
     total, counted = 0, dict[str, int]()
-    for block in model.blocks:
-        layer: nn.Module = block.layer  # type: ignore[assignment]
-        alike = _description(layer)
+    for holder in holders:
+        alike = _description(holder.layer)
         if alike not in counted:
-            counted[alike] = flops_of_layer(layer, length, model.dim)
+            counted[alike] = flops_of_layer(holder.layer, count, dim)
         total += counted[alike]
-        block.layer = _SkippedLayer()
-    return total + _count(model.eval(), torch.zeros(1, length, dtype=torch.long, device="meta"))
+        holder.layer = _SkippedLayer()
+    return total + count_flops(model.eval(), x)
 
 
 def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
@@ -65,9 +68,9 @@ def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
     if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read != "final":
         size = layer.optimizer.block
         if count > 3 * size:
-            two, three = (_count(layer, torch.empty(1, blocks * size, dim, device="meta")) for blocks in (2, 3))
+            two, three = (count_flops(layer, torch.empty(1, blocks * size, dim, device="meta")) for blocks in (2, 3))
             return two + round((count / size - 2) * (three - two))
-    return _count(layer, torch.empty(1, count, dim, device="meta"))
+    return count_flops(layer, torch.empty(1, count, dim, device="meta"))
 
 
 def _description(layer: nn.Module) -> str:
@@ -82,23 +85,19 @@ def _description(layer: nn.Module) -> str:
     return str(settings + [tuple(parameter.shape) for parameter in layer.parameters()])
 
 
-def _count(module: nn.Module, x: Tensor) -> int:
+def count_flops(module: nn.Module, x: Tensor) -> int:
+    """Of one call, however it is computed; 2 for each multiply-add."""
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _OneTotal()  # type: ignore[assignment]
-    with torch.no_grad(), mock.patch.object(torch, "autocast", _nothing), counter:
+    nothing = lambda *_, **__: nullcontext()  # noqa: E731 (torch.autocast does not know the meta device)
+    # (torch does not count all operators that attention may become)
+    with torch.no_grad(), mock.patch.object(torch, "autocast", nothing), sdpa_kernel(SDPBackend.MATH), counter:
         module(x)
     return counter.get_total_flops()
 
 
-class _Skipped(nn.Module):
-    """In the place of a block's layer."""
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return x
-
-
 class _SkippedLayer(nn.Module):
-    """In the place of a layer of a language model."""
+    """In the place of a layer."""
 
     def forward(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         return x, state
@@ -108,8 +107,3 @@ class _OneTotal(nullcontext[None]):
     """In the place of the counter's module tracker, whose hooks do not allow `autograd.grad` inside a module."""
 
     parents = ("Global",)
-
-
-def _nothing(device_type: str, enabled: bool = True) -> Any:
-    """In the place of `torch.autocast`, which does not know the meta device."""
-    return nullcontext()

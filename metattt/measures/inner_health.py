@@ -114,7 +114,8 @@ def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tenso
     by_token = rule.read in ("inclusive", "exclusive") and not layer.learner.mixes_tokens
     lengths: list[int] = []
     marks: list[int | None] = []  # which mini-batch a piece belongs to; None: it lies between two that are looked at
-    for index in _spread(count // size, max(1, TOKENS // size)):
+    wanted, last = min(count // size, max(1, TOKENS // size)), count // size - 1
+    for index in [last] if wanted == 1 else [place * last // (wanted - 1) for place in range(wanted)]:
         gap = index * size - sum(lengths)
         inside = [1] * size if by_token else [size]
         lengths += [*([gap] if gap else []), *inside]
@@ -132,12 +133,6 @@ def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tenso
         rising.to(accum_dtype).mean((0, 1)),
         worse.to(accum_dtype).mean((0, 1)),
     )
-
-
-def _spread(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of `count` places, the last among them, and the first if there are two."""
-    wanted = min(count, wanted)
-    return [count - 1] if wanted == 1 else [place * (count - 1) // (wanted - 1) for place in range(wanted)]
 
 
 def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, accum_dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -94,9 +92,7 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
     return reasons
 
 
-def average(
-    model: LanguageModel, loader: DataLoader[Tensor], windows: int, segment: int, progress: bool = False
-) -> dict[int, Curves]:
+def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segment: int) -> dict[int, Curves]:
     """`inner_loss_curves`, averaged over the first windows of a text.
 
     Args:
@@ -104,17 +100,14 @@ def average(
         loader: batches of windows `[B, T + 1]`, whose last token is not read.
         windows: number of windows to read, at most.
         segment: tokens per call of the model.
-        progress: show a progress bar on a terminal (stderr).
 
     Raises:
         NotFinite: a curve that is not finite; else as `inner_loss_curves`.
     """
-    device, console = next(model.parameters()).device, Console(stderr=True)
+    device = next(model.parameters()).device
     sums: dict[int, Curves] = {}
     total = 0
-    for batch in track(
-        loader, "inner losses", console=console, transient=True, disable=not (progress and console.is_terminal)
-    ):
+    for batch in loader:
         batch = batch[: windows - total]
         for index, curves in inner_loss_curves(model, batch[:, :-1].to(device), segment).items():
             known = sums.get(index, {})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from metattt.declared import Declared
 from metattt.errors import MetaTTTError
@@ -81,20 +82,24 @@ class Backbone(Declared):
     `pre_conv`, `conv_width` and `norm_eps`."""
 
     _group = "model"
+    checkpoint_blocks = False
 
     def make_blocks(self, layers: Sequence[Callable[[], nn.Module]], count: int, causal: bool = True) -> None:
         """`count` blocks, whose layers the functions make in turn.
 
         Raises:
-            MetaTTTError: more blocks than the machine can hold; a layer that sees the future, if `causal`.
+            MetaTTTError: more blocks than the machine can hold; no layer, or one that sees the future, if `causal`.
         """
         dim: Any = self.dim
         hidden: Any = getattr(self, "ffn_dim", None)
-        self.ffn_dim = default_ffn(dim) if hidden is None else hidden
+        self.ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if hidden is None else hidden  # rounded up to a multiple of 16
         check_blocks("model.num_layers", count, 3 * dim * self.ffn_dim + dim * dim)
         self.blocks, causality = nn.ModuleList(), Causality()
         for number in range(count):
-            made = make_layer(layers[number % len(layers)], number)
+            made = layers[number % len(layers)]()
+            if not isinstance(made, nn.Module):
+                kind = type(made).__name__
+                raise MetaTTTError(f"the layer of block {number} is a {kind}: it must be a torch.nn.Module")
             if causal:
                 causality.check(made, dim)
             self.blocks.append(self._block(number, made))
@@ -103,6 +108,32 @@ class Backbone(Declared):
         """The block of this number around a layer."""
         width: Any = self.conv_width if self.pre_conv else None
         return Block(self.dim, layer, self.ffn_dim, width, self.norm_eps)  # type: ignore[arg-type]
+
+    def _through(
+        self, count: int, x: Tensor, before: Any, ctx: Context, packing: Packing | None, donate_state: bool
+    ) -> tuple[Tensor, list[Any], list[Any]]:
+        """`x` `[B, T, D]` after the first `count` blocks, with their states and tails, from a state `before`."""
+        layers, tails = [], []
+        for number, (state, tail) in enumerate(zip(before.layers[:count], before.tails, strict=False)):
+            x, state, tail = self.run_block(number, x, state, tail, ctx, packing, donate_state)
+            layers.append(state)
+            tails.append(tail)
+        return x, layers, tails
+
+    def run_block(
+        self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, donate_state: bool
+    ) -> tuple[Tensor, Any, Any]:
+        """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the
+        backward pass."""
+        block = self.blocks[number]
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return checkpoint(block, x, state, tail, ctx, packing, use_reentrant=False)
+        return block(x, state, tail, ctx, packing, donate_state)
+
+    def check_blocks_of(self, count: int) -> None:
+        """Raises an error for the state of a model with another number of blocks."""
+        if count != len(self.blocks):
+            raise MetaTTTError(f"the state is of a model with {count} blocks, this one has {len(self.blocks)}")
 
     def check_causal(self) -> None:
         """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.
@@ -161,23 +192,6 @@ def check_function(name: str, function: object) -> None:
     if not callable(function) or isinstance(function, nn.Module):
         kind = type(function).__name__
         raise MetaTTTError(f"{name} is a {kind}: it must be a function, such as one that makes a layer")
-
-
-def make_layer(make: Callable[[], nn.Module], number: int) -> nn.Module:
-    """The layer of the block of this number.
-
-    Raises:
-        MetaTTTError: `make` makes something else.
-    """
-    made = make()
-    if not isinstance(made, nn.Module):
-        raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
-    return made
-
-
-def default_ffn(dim: int) -> int:
-    """Hidden width of a SwiGLU: 8/3 of D, rounded up to a multiple of 16."""
-    return 16 * math.ceil(dim * 8 / 3 / 16)
 
 
 def check_blocks(key: str, count: int, numbers: int) -> None:

@@ -141,8 +141,11 @@ class EndToEnd(LanguageModel, takes=TAKEN):
         check_integer("model.suffix", self.suffix, 1, self.num_layers, ", or null for a quarter of the blocks")
         self.prefix = self.num_layers - self.suffix
         learner = take(self, "learner")
-        if learner is not None:
-            _check_learner(learner)
+        if learner is not None and not isinstance(learner, Learner):
+            raise MetaTTTError(f"model.learner is a {type(learner).__name__}: it must be a Learner, such as SwiGLU()")
+        if learner is not None and (not learner.has_weights or learner.mixes_tokens or not learner.causal):
+            kind = type(learner).__name__
+            raise MetaTTTError(f"model.learner is a {kind}, which has no weights or sees several tokens: set another")
         self.__dict__["memory"] = learner  # for `_block`; it is no module of the model
         super().create_modules()
         del self.__dict__["memory"]
@@ -184,35 +187,12 @@ class EndToEnd(LanguageModel, takes=TAKEN):
         self, ids: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """The layers of a state are those of the blocks, and an `Adaptation`."""
-        held = before.layers[-1]
-        if held is not None:
-            _check_held(held, len(ids), len(self.blocks) - self.prefix)
+        held, suffix = before.layers[-1], len(self.blocks) - self.prefix
+        if held is not None and (not isinstance(held, Adaptation) or len(held.weights) != suffix):
+            raise MetaTTTError("the state is of another model: start with state=None")
+        if held is not None and len(held.pos) != len(ids):
+            count = len(held.pos)
+            raise MetaTTTError(f"the state is for {count} sequences, ids hold {len(ids)}: start with state=None")
         x, layers, tails = self._through(self.prefix, self.embedding(ids), before, ctx, packing, donate_state)
         x, states, held = self.inner.run(x, ids, before.layers[self.prefix : -1], held, packing)
         return x, [*layers, *states, held], [*tails, *(None for _ in states), None]
-
-
-def _check_learner(learner: object) -> None:
-    """Refuses what cannot be a memory.
-
-    Raises:
-        MetaTTTError: no learner, or one whose answers depend on other tokens.
-    """
-    if not isinstance(learner, Learner):
-        raise MetaTTTError(f"model.learner is a {type(learner).__name__}: it must be a Learner, such as SwiGLU()")
-    if not learner.has_weights or learner.mixes_tokens or not learner.causal:
-        raise MetaTTTError(
-            f"model.learner is a {type(learner).__name__}, which has no weights or sees several tokens: set another"
-        )
-
-
-def _check_held(held: object, batch: int, suffix: int) -> None:
-    """Refuses the state of another model or batch.
-
-    Raises:
-        MetaTTTError: it is one.
-    """
-    if not isinstance(held, Adaptation) or len(held.weights) != suffix:
-        raise MetaTTTError("the state is of another model: start with state=None")
-    if len(held.pos) != batch:
-        raise MetaTTTError(f"the state is for {len(held.pos)} sequences, ids hold {batch}: start with state=None")

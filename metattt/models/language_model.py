@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.diagnostics import FAILURES, require_ids
@@ -231,11 +230,7 @@ class LanguageModel(Backbone):
             ctx = Context(ids, mask, reset, 1)  # no block looks at positions: the layers count for themselves
             count = len(self.blocks) + self.carried
             before = LanguageModelState((None,) * count, (None,) * count) if state is None else state
-            if len(before.layers) != count:
-                raise MetaTTTError(
-                    f"the state is of a model with {len(before.layers) - self.carried} blocks, this one has "
-                    f"{len(self.blocks)}"
-                )
+            self.check_blocks_of(len(before.layers) - self.carried)
             x, layers, tails = self._read(ids, before, ctx, packing, donate_state)
             features = self.final_norm(x)
             if packing is not None:
@@ -250,33 +245,6 @@ class LanguageModel(Backbone):
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """What the last block makes of the tokens `[B, T, D]`, and what the state after them is made of."""
         return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, donate_state)
-
-    def _through(
-        self,
-        count: int,
-        x: Tensor,
-        before: LanguageModelState,
-        ctx: Context,
-        packing: Packing | None,
-        donate_state: bool,
-    ) -> tuple[Tensor, list[Any], list[Any]]:
-        """`x` `[B, T, D]` after the first `count` blocks, with their states and tails."""
-        layers, tails = [], []
-        for number, (state, tail) in enumerate(zip(before.layers[:count], before.tails, strict=False)):
-            x, state, tail = self.run_block(number, x, state, tail, ctx, packing, donate_state)
-            layers.append(state)
-            tails.append(tail)
-        return x, layers, tails
-
-    def run_block(
-        self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, donate_state: bool
-    ) -> tuple[Tensor, Any, Any]:
-        """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the
-        backward pass."""
-        block = self.blocks[number]
-        if self.checkpoint_blocks and torch.is_grad_enabled():
-            return checkpoint(block, x, state, tail, ctx, packing, use_reentrant=False)
-        return block(x, state, tail, ctx, packing, donate_state)
 
     def check_causal(self) -> None:
         """As `Backbone.check_causal`; a model that was made for layers that see the future is refused, too."""

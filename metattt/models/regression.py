@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
 from metattt.models.block import Backbone, check_function, take
 from metattt.models.language_model import LanguageModelState
 from metattt.registry import register
@@ -58,20 +57,11 @@ class Regression(Backbone):
         """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
 
         Raises:
-            MetaTTTError: tokens of another width, or the state of another model.
+            MetaTTTError: the state of another model.
         """
-        if x.ndim != 3 or x.shape[2] != self.in_features:
-            raise MetaTTTError(f"x has shape {list(x.shape)}, the model takes [B, T, {self.in_features}]")
         none = (None,) * len(self.blocks)
         before = LanguageModelState(none, none) if state is None else state
-        if len(before.layers) != len(self.blocks):
-            raise MetaTTTError(
-                f"the state is of a model with {len(before.layers)} blocks, this one has {len(self.blocks)}"
-            )
+        self.check_blocks_of(len(before.layers))
         ctx = Context(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device), None, None, 1)  # the layers count
-        stream, layers, tails = self.read(x), [], []
-        for block, layer_state, tail in zip(self.blocks, before.layers, before.tails, strict=True):
-            stream, layer_state, tail = block(stream, layer_state, tail, ctx)
-            layers.append(layer_state)
-            tails.append(tail)
-        return self.head(self.final_norm(stream)).squeeze(-1), LanguageModelState(tuple(layers), tuple(tails))
+        y, layers, tails = self._through(len(self.blocks), self.read(x), before, ctx, None, False)
+        return self.head(self.final_norm(y)).squeeze(-1), LanguageModelState(tuple(layers), tuple(tails))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -60,7 +61,7 @@ class ImageTransformer(VisionTransformer):
         checkpoint: recompute every block in the backward pass.
 
     Raises:
-        MetaTTTError: sizes that do not fit; from `forward`, images of another size.
+        MetaTTTError: sizes that do not fit. Images of another size are timm's to refuse.
     """
 
     def __init__(
@@ -98,11 +99,9 @@ class ImageTransformer(VisionTransformer):
         )
         super().__init__(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim,
-            depth=depth,
-            num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False,
-            act_layer="gelu_tanh",
-            norm_layer=_layer_norm, attn_layer=SequenceLayer, pos_embed="learn" if position == "learned" else "none",
-            weight_init="skip",
+            depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False,
+            act_layer="gelu_tanh", norm_layer=partial(nn.LayerNorm, eps=EPS), attn_layer=SequenceLayer,
+            pos_embed="learn" if position == "learned" else "none", weight_init="skip",
         )  # fmt: skip
         for block in self.blocks:
             block.attn.layer = layer()  # type: ignore[union-attr]
@@ -111,16 +110,6 @@ class ImageTransformer(VisionTransformer):
             nn.init.normal_(self.get_parameter("pos_embed"), std=1 / math.sqrt(embed_dim))
         _initialize(self)
         self.set_grad_checkpointing(checkpoint)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Images `[B, C, h, w]` to logits `[B, classes]`."""
-        channels, (height, width) = self.in_chans, self.patch_embed.img_size
-        if x.ndim != 4 or x.shape[1:] != (channels, height, width):
-            raise MetaTTTError(
-                f"images have shape {list(x.shape)}, the model takes [B, {channels}, {height}, {width}]: "
-                "set model.img_size and model.in_chans, or resize the images (data.img_size)"
-            )
-        return super().forward(x, attn_mask, is_causal)
 
     def evaluated_with(self, architecture: str, crop_pct: float, interpolation: str) -> None:
         """Tells timm how a picture becomes an image for this model (`timm.data.resolve_model_data_config`)."""
@@ -173,10 +162,6 @@ def sincos2d(height: int, width: int, dim: int, device: torch.device | None = No
     y, x = torch.meshgrid(torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij")
     angles = [axis.reshape(-1, 1) * frequency for axis in (x, y)]
     return torch.cat([function(angle) for angle in angles for function in (torch.sin, torch.cos)], dim=1).unsqueeze(0)
-
-
-def _layer_norm(dim: int, device: Any = None, dtype: Any = None) -> nn.LayerNorm:
-    return nn.LayerNorm(dim, eps=EPS, device=device, dtype=dtype)
 
 
 def _initialize(model: nn.Module) -> None:

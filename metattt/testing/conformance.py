@@ -40,12 +40,12 @@ class Conformance:
         specimens = self.specimens()
         for label, spec in specimens.items():
             try:
-                verdict = law.judge(spec)
+                found = law.judge(spec)
             except NotApplicable as reason:
                 reasons.append(f"{label}: {reason}")
                 continue
-            why = f"; {verdict.reason}" if verdict.reason else ""
-            assert verdict.holds, f"{law.title}: error {verdict.error:.2e} is above {verdict.bound:.0e} ({label}{why})"
+            why = f"; {found.note}" if found.note else ""
+            assert not found.failed, f"{law.title}: error {found.error:.2e} is above {found.bound:.0e} ({label}{why})"
         if len(reasons) == len(specimens):
             raise unittest.SkipTest("does not apply: " + "; ".join(dict.fromkeys(reasons)))
 

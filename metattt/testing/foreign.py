@@ -12,32 +12,16 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metattt.testing.specimen import NotApplicable, cotangent, distance
+from metattt.testing.specimen import Found, NotApplicable, cotangent, distance
 
 EXACT, SINGLE, DIFFERENCES = 1e-9, 1e-4, 1e-5
 """Bounds of relative errors: in float64; of float32 against it; of derivatives by differences."""
 STEPS = (1e-4, 1e-5, 1e-6, 1e-7)  # of differences
-
-
-class Found(NamedTuple):
-    """The result of a law.
-
-    Attributes:
-        error: worst relative error; None where the law does not apply, or the module raised an exception.
-        bound: of the error.
-        note: why it does not apply, or the exception.
-        failed: whether the law is broken.
-    """
-
-    error: float | None
-    bound: float
-    note: str
-    failed: bool
 
 
 class Subject:

@@ -7,7 +7,6 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from metattt.testing.rounding import (
 )
 from metattt.testing.sharing import aliasing, threads
 from metattt.testing.specimen import (
+    Found,
     NotApplicable,
     Specimen,
     compare,
@@ -40,19 +40,6 @@ from metattt.testing.specimen import (
 
 MEANINGLESS = 0.5  # a relative error above this bound means nothing
 AGREES = 1e-7  # a tenth of the bound of a derivative: one difference within it is enough
-
-
-class Verdict(NamedTuple):
-    """The result of a law: it holds if `error` is at most `bound`; `reason` explains a bound that is wider than
-    usual."""
-
-    error: float
-    bound: float
-    reason: str
-
-    @property
-    def holds(self) -> bool:
-        return self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,7 @@ class Law:
     bound: float
     reason: Callable[[Specimen], tuple[float, str]] | None = None
 
-    def judge(self, spec: Specimen) -> Verdict:
+    def judge(self, spec: Specimen) -> Found:
         """Examines a specimen.
 
         Raises:
@@ -83,13 +70,14 @@ class Law:
         _takes_any_length(spec.make())
         error = self.worst_error(spec)
         if error <= self.bound or self.reason is None or not math.isfinite(error):
-            return Verdict(error, self.bound, "")
+            return Found(error, self.bound, "", not error <= self.bound)
         measured, words = self.reason(spec)
         if not FACTOR * measured < MEANINGLESS:
             raise NotApplicable(f"{words}: a wrong result would not be noticed (error {error:.1e})")
         if FACTOR * measured <= self.bound:
-            return Verdict(error, self.bound, f"{words}, which explains no more than the usual bound")
-        return Verdict(error, FACTOR * measured, f"{words}, {FACTOR:.0f} times that is allowed")
+            return Found(error, self.bound, f"{words}, which explains no more than the usual bound", True)
+        bound = FACTOR * measured
+        return Found(error, bound, f"{words}, {FACTOR:.0f} times that is allowed", not error <= bound)
 
 
 def forms(spec: Specimen) -> float:
@@ -149,7 +137,10 @@ def derivatives(spec: Specimen) -> float:
 def splits(spec: Specimen) -> float:
     """Splitting a sequence anywhere gives the outputs, gradients and final state of one call."""
     layer = spec.make()
-    _one_call_only(layer)
+    if not layer.learner.streams:
+        raise NotApplicable(f"{type(layer.learner).__name__} treats every call by itself, without a state")
+    if layer.optimizer.read in ("block", "final"):
+        raise NotApplicable(f"optimizer.read={layer.optimizer.read} shows a query tokens that come after it")
     x = spec.tokens()
     whole = run(layer, x, grads=True)
     length, size = x.shape[1], layer.optimizer.mini_batch_size
@@ -169,7 +160,9 @@ def causality(spec: Specimen) -> float:
     """`∂y_t/∂x_s = 0` for s > t, exactly, and the outputs up to t do not change with the tokens after t."""
     layer = spec.make()
     if not layer.causal:
-        raise NotApplicable(_not_causal(layer))
+        found = [type(part).__name__ for part in (layer.task, layer.learner) if not part.causal]
+        found += [] if layer.optimizer.causal else [f"optimizer.read={layer.optimizer.read}"]
+        raise NotApplicable(f"{' and '.join(found)} is not causal")
     x = spec.tokens().requires_grad_()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -250,22 +243,6 @@ def _takes_any_length(layer: TTTLayer) -> None:
             layer.optimizer.permutation(count, torch.device("cpu"))
         except MetaTTTError as refusal:
             raise NotApplicable(f"the rule accepts calls of some lengths only: {refusal}") from None
-
-
-def _one_call_only(layer: TTTLayer) -> None:
-    if not layer.learner.streams:
-        raise NotApplicable(f"{type(layer.learner).__name__} treats every call by itself, without a state")
-    if layer.optimizer.read in ("block", "final"):
-        raise NotApplicable(f"optimizer.read={layer.optimizer.read} shows a query tokens that come after it")
-
-
-def _not_causal(layer: TTTLayer) -> str:
-    parts: tuple[Any, ...] = (layer.task, layer.learner)
-    named = [type(part).__name__ for part in parts if not part.causal]
-    return (
-        " and ".join([*named, *([] if layer.optimizer.causal else [f"optimizer.read={layer.optimizer.read}"])])
-        + " is not causal"
-    )
 
 
 LAWS: dict[str, Law] = {

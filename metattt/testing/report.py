@@ -15,9 +15,9 @@ from metattt.catalog.equations import computed
 from metattt.composition.instantiate import instantiate_layer, instantiate_part
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.testing.foreign import Found, Subject, examine
+from metattt.testing.foreign import Subject, examine
 from metattt.testing.laws import LAWS
-from metattt.testing.specimen import NotApplicable, Specimen
+from metattt.testing.specimen import Found, NotApplicable, Specimen
 
 
 def check(cfg: DictConfig) -> None:
@@ -65,8 +65,7 @@ def _of_layer(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
         console.print(f"mini-batches of {used} tokens instead of {size}, so that short sequences cross their ends")
     for law in LAWS.values():
         try:
-            verdict = law.judge(spec)
-            yield law.title, Found(verdict.error, verdict.bound, verdict.reason, not verdict.holds)
+            yield law.title, law.judge(spec)
         except NotApplicable as reason:
             yield law.title, Found(None, law.bound, f"does not apply: {reason}", False)
 

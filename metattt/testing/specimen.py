@@ -16,12 +16,32 @@ from metattt.inner.planning import ASKED
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
-from metattt.state import Context, State, Tensors
-from metattt.tasks.base import Task, Views
+from metattt.state import State, Tensors
+from metattt.tasks.base import Task
 
 
 class NotApplicable(Exception):
     """A law does not apply to this combination; the message is the reason."""
+
+
+class Found(NamedTuple):
+    """The result of a law.
+
+    Attributes:
+        error: worst relative error; None where the law does not apply, or the module raised an exception.
+        bound: of the error.
+        note: why it does not apply, the exception, or what explains a bound that is wider than usual.
+        failed: whether the law is broken.
+    """
+
+    error: float | None
+    bound: float
+    note: str
+    failed: bool
+
+    @property
+    def holds(self) -> bool:
+        return not self.failed
 
 
 class Run(NamedTuple):
@@ -86,7 +106,9 @@ class Specimen:
             optimizer.anchor = anchor or optimizer.anchor
             if plain:
                 optimizer.token_steps = lambda: None  # type: ignore[method-assign]
-                _with_position_period(task, 4)
+                views = task.views
+                periodic = lambda x, state, ctx: views(x, state, ctx._replace(mini_batch_size=4))  # noqa: E731
+                task.views = periodic  # type: ignore[method-assign]
             layer = TTTLayer(self.dim, self.num_heads, task, self.learner(), optimizer, **options)
             randomize(layer)
             return layer.to(dtype)
@@ -125,15 +147,6 @@ def randomize(layer: TTTLayer) -> None:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(noise.to(parameter) * 0.5 / math.sqrt(max(parameter.shape[-2:], default=1)))
-
-
-def _with_position_period(task: Task, period: int) -> None:
-    views = task.views
-
-    def periodic(x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        return views(x, state, ctx._replace(mini_batch_size=period))
-
-    task.views = periodic  # type: ignore[method-assign]
 
 
 def run(

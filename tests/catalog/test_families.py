@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metattt.catalog.families import FAMILIES, OWN, Source, ordered, source, sources
+from metattt.catalog.families import FAMILIES, OWN, Source, ordered, sources
 from metattt.catalog.known_layers import MEASURED, known_layers, written_down
-from metattt.catalog.layer_measures import Operations, examine, write_down
+from metattt.catalog.layer_measures import examine, write_down
 from metattt.cli import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
@@ -36,19 +34,6 @@ def test_every_known_layer_has_a_family_and_a_paper() -> None:
 def test_order() -> None:
     found = ordered({OWN, "zebras", "for images", "apes", "delta rules"})
     assert found == ["delta rules", "for images", "apes", "zebras", OWN]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("# family: delta rules; paper: A, or B, arXiv 2401.00001", Source("delta rules", "A, or B", "2401.00001")),
-        ("# family: apes; paper: none", Source("apes")),
-        ("# family: apes; paper: A thesis, 1999", Source("apes", "A thesis, 1999")),
-        ("# of another kind", Source(OWN)),
-    ],
-)
-def test_the_line_is_read(line: str, expected: Source) -> None:
-    assert source(["# @package _global_", "# Mine", line]) == expected
 
 
 def test_the_tables_of_the_page_are_those_of_the_configurations() -> None:
@@ -80,16 +65,6 @@ def test_all_that_is_written_down_is_so() -> None:
 def test_the_table_needs_no_torch() -> None:
     code = "import sys; from metattt.cli import main; assert main(['layers']) == 0; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_attention_is_counted_alike_whatever_operator_torch_takes() -> None:
-    q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4)
-    counts = set()
-    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        with torch.no_grad(), sdpa_kernel(backend), Operations() as operations:
-            torch.nn.functional.scaled_dot_product_attention(q, k, k)
-        counts.add(operations.count)
-    assert counts == {2 * 2 * (5 * 7 * 4) * 2}
 
 
 @pytest.fixture

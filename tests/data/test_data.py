@@ -182,20 +182,14 @@ def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str) -> N
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
     file.write_bytes(b"not parquet at all")
-    assert "is not a parquet file" in refused(str(tmp_path))
+    assert "x.parquet:1 cannot be read" in refused(str(tmp_path))
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), file)
     assert "no column 'text', only body" in refused(str(tmp_path))
     pyarrow.parquet.write_table(pyarrow.table({"text": [3]}), file)
-    assert "'text' holds int, not text" in refused(str(tmp_path))
+    assert "x.parquet:1 has no text in 'text'" in refused(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"context_length": 0}, {"batch_size": 0}, {"batch_size": 10**9}, {"validation_fraction": 1.0}, {"test_fraction": 0.9},
-        {"num_workers": -1}, {"seed": -1}, {"max_bytes": 0}, {"validation_max_bytes": 0}, {"test_fraction": float("nan")},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [{"context_length": 0}, {"batch_size": 10**9}, {"test_fraction": 0.9}, {"max_bytes": 0}])
 def test_numbers_without_a_meaning_are_refused(settings: dict[str, float]) -> None:
     name, value = next(iter(settings.items()))
     assert f"data.{name}={value} is not allowed" in refused(None, **settings)

@@ -18,10 +18,8 @@ from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import evaluate, labels
-from metattt.evaluation.output import Report
 from metattt.measures.inner_loss import average, inner_loss_curves, unmeasured
 from metattt.models.language_model import LanguageModel
 from metattt.training.train import train
@@ -111,15 +109,6 @@ def test_bins_average_over_tokens() -> None:
     with pytest.raises(MetaTTTError, match="num_bins=0"):
         bin_edges(5, "log", 0)
 
-
-def test_table_and_csv(tmp_path: Path) -> None:
-    scores = {name: Scores(np.linspace(6, 4, 64), np.full(64, 2), np.full(64, 2)) for name in ("one", "two")}
-    edges = bin_edges(64, "log", 6)
-    Report(tmp_path, "a").csv("a", by_position.COLUMNS, by_position.rows(scores, edges))
-    written = rows(tmp_path / "a.csv")
-    assert by_position.bits_by_position(scores, edges).row_count == len(edges) - 1 and len(written) == 2 * (len(edges) - 1)
-    assert [int(row["last"]) for row in written[: len(edges) - 1]] == edges[1:]
-    assert float(written[-1]["bits_per_byte"]) == scores["two"].between(edges[-2], 64).bits_per_byte
 
 
 # -- inner loss --------------------------------------------------------------------------------------------------------

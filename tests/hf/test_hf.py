@@ -147,7 +147,7 @@ def test_the_files_and_the_card(exported: Path) -> None:
 
     card = ModelCard.load(exported / "ttt_mlp" / "README.md")
     assert card.data.library_name == "transformers" and "metattt" in card.data.tags
-    assert "learner MLP" in card.text and "257 tokens" in card.text
+    assert "257 tokens" in card.text
     config = json.loads((exported / "ttt_mlp" / "config.json").read_text())
     assert config["metattt"]["config"]["layer"]["learner"]["_component_"] == "learner=mlp"
     assert config["model_type"] == "metattt" and config["vocab_size"] == 257 and config["architectures"] == ["MetaTTTForCausalLM"]
@@ -164,7 +164,6 @@ def test_a_run_is_exported_without_what_it_was_trained_on(tmp_path: Path) -> Non
     assert main(["export", f"source={tmp_path / 'run'}", f"target={tmp_path / 'out'}", "dtype=bfloat16"]) == 0
     text = (tmp_path / "out" / "config.json").read_text()
     assert "secret" not in text and "max_steps" not in text and "output_dir" not in text
-    assert "windows of 24 tokens" in (tmp_path / "out" / "README.md").read_text()
     model, ids = load(tmp_path / "out"), torch.randint(257, (1, 20))
     assert model.dtype == torch.bfloat16
     ours, _ = metattt.load_model(tmp_path / "run")

@@ -194,7 +194,7 @@ BROKEN = [
 @pytest.mark.parametrize(("law", "part"), BROKEN, ids=[f"{law}-{part().__class__.__name__}" for law, part in BROKEN])
 def test_law_can_fail(law: str, part: Callable[[], Any]) -> None:
     verdict = LAWS[law].judge(specimen(part))
-    assert not verdict.holds
+    assert verdict.failed
     assert verdict.error > 0
 
 
@@ -204,7 +204,7 @@ def orthogonal() -> InnerOptimizer:
 
 @pytest.mark.parametrize(("law", "learner", "task"), [("forms_float32", RawTable, Reconstruction), ("precision_outputs", MLP, LosesDigits)])
 def test_a_sensitive_rule_does_not_excuse_a_fault(law: str, learner: Any, task: Any) -> None:
-    assert not LAWS[law].judge(Specimen(learner, task, orthogonal)).holds
+    assert LAWS[law].judge(Specimen(learner, task, orthogonal)).failed
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_a_sensitive_rule_does_not_excuse_a_fault(law: str, learner: Any, task: 
 def test_a_wider_bound_has_a_reason(law: str, choice: str, reason: str) -> None:
     cfg = compose(choice, "dim=16", "num_heads=2", job="check")
     verdict = LAWS[law].judge(specimen_of(cfg))
-    assert verdict.holds and re.search(reason, verdict.reason)
-    assert (verdict.bound > LAWS[law].bound) == bool(verdict.reason)
+    assert not verdict.failed and re.search(reason, verdict.note)
+    assert (verdict.bound > LAWS[law].bound) == bool(verdict.note)
 
 
 def test_a_rule_that_rounding_turns_around_is_not_judged() -> None:
