@@ -27,7 +27,7 @@ from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import read_object
 from metattt.models.language_model import LanguageModel
-from metattt.models.published import NAMES, to_ours
+from metattt.models.published import Side, flatten, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
 
 PREFIX = "model."  # of the model's parameters in a run's state_dict, and for Transformers
@@ -58,13 +58,13 @@ class Weights(NamedTuple):
     Attributes:
         about: the model.
         tensors: by the names of our parameters.
-        published: they have the names of the published models on disk.
+        side: whose names they have on disk.
         of_run: from a run's checkpoint; else from a model that was saved alone, whose types of numbers are kept.
     """
 
     about: Trained
     tensors: dict[str, Tensor]
-    published: bool
+    side: Side
     of_run: bool
 
 
@@ -108,26 +108,25 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
         of_run = "global_step" in content
         held = content[WEIGHTS].items()
         tensors = {name.removeprefix(PREFIX): one for name, one in held if not of_run or name.startswith(PREFIX)}
-        return Weights(about, tensors, False, of_run)
+        return Weights(about, tensors, "ours", of_run)
     if set(content) == {WEIGHTS} and isinstance(content[WEIGHTS], Mapping):
         content = dict(content[WEIGHTS])
     beside = file.parent / PUBLISHED_CONFIG
     if beside.is_file() and EXPORTED in read_object(beside):
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in content.items()}
-        return Weights(_theirs(file, trust), tensors, False, False)
-    ours = "embedding.weight"
-    theirs = NAMES[ours]
-    if ours in content:
+        return Weights(_theirs(file, trust), tensors, "ours", False)
+    side = guess_side(flatten(content))
+    if side is None:
+        names = ", ".join(list(content)[:3]) or "nothing"
+        theirs = "published names (model.embed_tokens.weight, wte/embedding)"
+        raise MetaTTTError(
+            f"{file} is not a checkpoint of metattt train, and has neither {theirs} nor ours: it holds {names}"
+        )
+    if side == "ours":
         advice = "give a run's folder or a checkpoint in it, or a folder of metattt export or convert"
         raise MetaTTTError(f"{file} holds weights by our names without a configuration: {advice}")
-    if theirs not in content:
-        names = ", ".join(list(content)[:3]) or "nothing"
-        raise MetaTTTError(
-            f"{file} is not a checkpoint of metattt train, and has neither published names ({theirs}) nor ours: it "
-            f"holds {names}"
-        )
     about = _theirs(file, trust)
-    return Weights(about, to_ours(content, build_empty(about.config)), True, False)
+    return Weights(about, to_ours(content, build_empty(about.config), side), side, False)
 
 
 def load_model(
@@ -154,10 +153,8 @@ def load_model(
     check_shapes(found, complaint)
     with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers that no file holds
         model = instantiate_model(found.about.config)
-    if not found.of_run:  # parameters of the types that the weights have
-        for name, parameter in model.named_parameters():
-            if name in found.tensors and found.tensors[name].is_floating_point():
-                parameter.data = parameter.data.to(found.tensors[name].dtype)
+    if not found.of_run:
+        _take_types(model, found.tensors)
     fill(model, found, complaint)
     if found.about.evaluation is not None and "num_classes" in found.about.config.model:
         model.evaluated_with("vision_transformer", **found.about.evaluation)  # type: ignore[operator]
@@ -200,7 +197,7 @@ def check_resumed(file: Path, config: DictConfig) -> None:
     """
     held = {name.removeprefix(PREFIX): shape for name, shape in shapes(file).items() if name.startswith(PREFIX)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
-    found = Weights(Trained(file, config, None), tensors, False, True)
+    found = Weights(Trained(file, config, None), tensors, "ours", True)
     check_shapes(found, f"{file} does not fit the model of its own configuration")
 
 
@@ -279,3 +276,10 @@ def _tied(model: LanguageModel, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     names = list(model.named_parameters(remove_duplicate=False))
     held = {id(parameter): tensors[name] for name, parameter in names if name in tensors}
     return {name: held[id(parameter)] for name, parameter in names if name not in tensors and id(parameter) in held}
+
+
+def _take_types(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Makes the parameters of the types that the weights have."""
+    for name, parameter in model.named_parameters():
+        if name in tensors and tensors[name].is_floating_point():
+            parameter.data = parameter.data.to(tensors[name].dtype)

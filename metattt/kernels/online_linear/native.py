@@ -56,7 +56,8 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         after, kept = _empty(w), []
         if call.keep:
             kept = [w.new_empty(*w.shape[:2], -(-k.shape[2] // call.group), *w.shape[2:])]
-        self._run("forward", call, pairs, [y, *[None] * 8], [w.contiguous(), after, kept[0] if kept else None, None, None])
+        arrays = [w.contiguous(), after, kept[0] if kept else None, None, None]
+        self._run("forward", call, pairs, [y, *[None] * 8], arrays)
         return y, [after], kept
 
     def backward(
