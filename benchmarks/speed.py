@@ -24,7 +24,6 @@ from metattt.errors import check_choice
 
 BENCHMARKS = {
     "inner": "Inner", "layer": "Layers", "model": "Models", "decode": "Decode", "memory": "Memory",
-    "time_parallel": "TimeParallel",
 }  # fmt: skip
 """Name of the file in `speeds` -> its class."""
 

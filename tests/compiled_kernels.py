@@ -23,18 +23,22 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
-from assembly import misled
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction
 
 from metattt.errors import MetaTTTError
 from metattt.kernels.triton.device import SIZES, WIDTHS
 from metattt.kernels.ttt_linear import backward, forward, tuning
 from metattt.kernels.ttt_mlp.tuning import config
 
-SM_90 = 90
+SM_90, TARGET = 90, GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232_448  # bytes of shared memory that a program may have on sm_90
 SHAPES = {"ttt_linear": ((32, 16), (64, 16), (128, 16), (64, 64)), "ttt_mlp": ((32, 16), (64, 16), (128, 16))}
 
@@ -52,7 +56,6 @@ class Compiled(NamedTuple):
         stack: bytes per thread: what is spilled, and what is indexed.
         spilled: bytes that are stored to the stack and loaded from it.
         shared: bytes per program.
-        products: those whose operands descriptors name, and `misled` those of them that may be named by data (`assembly`).
         serialized: whether ptxas has made products of a warpgroup wait for each other (its remarks C7510 to C7514).
     """
 
@@ -63,23 +66,6 @@ class Compiled(NamedTuple):
     spilled: int
     shared: int
     serialized: bool
-    products: int
-    misled: int
-
-
-class _NoDevice:
-    """As much of a Triton driver as compiling asks for."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", SM_90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
 
 
 def compiled(launch: Callable[[], object]) -> list[Compiled]:
@@ -88,49 +74,34 @@ def compiled(launch: Callable[[], object]) -> list[Compiled]:
     Raises:
         MetaTTTError: under TRITON_INTERPRET=1.
     """
-    from triton.runtime.jit import JITFunction
-
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise MetaTTTError("TRITON_INTERPRET=1 makes kernels that are not compiled: unset it")
     found: list[Any] = []
-    run, before = JITFunction.run, triton.runtime.driver._active
+    run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.append(kernel)
-        return kernel
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+        return found[-1]
 
-    triton.runtime.driver.set_active(_NoDevice())
-    JITFunction.run = compile_only
-    try:
+    # as much of a driver as compiling asks for
+    driver = SimpleNamespace(get_current_target=lambda: TARGET, get_current_device=int, get_current_stream=lambda *_: 0)
+    with patch.object(triton.runtime.driver, "_active", driver), patch.object(JITFunction, "run", compile_only):
         launch()
-    finally:
-        JITFunction.run = run
-        triton.runtime.driver._active = before
-    return [_examined(kernel) for kernel in found]
+        return [_examined(kernel) for kernel in found]
 
 
 def _examined(kernel: Any) -> Compiled:
     """Assembles the kernel once more, as Triton did and with its options, which differ between versions, for what ptxas
     says of it."""
-    from triton.compiler.compiler import make_backend
-
-    backend = make_backend(_NoDevice().get_current_target())
-    known = kernel.metadata._asdict()
-    options = backend.parse_options({name: value for name, value in known.items() if name != "target"})
-    told = io.StringIO()
+    backend, meta, told = make_backend(TARGET), kernel.metadata, io.StringIO()
+    options = backend.parse_options({name: value for name, value in meta._asdict().items() if name != "target"})
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(told):
         triton.knobs.nvidia.dump_ptxas_log = True
-        cubin = backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
-    said = told.getvalue()
-
-    def number(pattern: str) -> int:
-        return sum(int(x) for x in re.findall(pattern, said))
-
-    spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-    registers, stack = number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame")
-    meta = kernel.metadata
-    return Compiled(meta.name, meta.num_warps, registers, stack, spilled, meta.shared, "are serialized" in said, *misled(cubin))
+        backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
+    words = (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill (?:stores|loads)")
+    registers, stack, spilled = (sum(map(int, re.findall(one, told.getvalue()))) for one in words)
+    serialized = "are serialized" in told.getvalue()
+    return Compiled(meta.name, meta.num_warps, registers, stack, spilled, meta.shared, serialized)
 
 
 # -- launches on tensors without memory --------------------------------------------------------------------------------

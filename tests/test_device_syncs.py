@@ -157,20 +157,6 @@ def test_a_training_step(device: str, layer: str, form: str, documents: bool, mo
     assert loss.device.type == logged["train/loss"].device.type == device
 
 
-@pytest.mark.parametrize("layer", ["ttt_linear", "titans"])
-@devices
-def test_padding_that_the_host_knows(device: str, layer: str) -> None:
-    """A mask and documents whose flags stay on the host: one layout for all layers, made there."""
-    model = model_on(device, layer)
-    ids = torch.randint(8, 40, (2, 37), device=device)
-    mask, reset = torch.ones(2, 37, dtype=torch.bool), torch.zeros(2, 37, dtype=torch.bool)
-    mask[0, :5] = False
-    reset[1, 20] = True
-    with nothing_read_back(device):
-        logits = model(ids, mask, reset)
-    assert logits.shape == (2, 37, 40)
-
-
 @pytest.mark.parametrize(("layer", "form"), CASES)
 @devices
 def test_a_decode_step(device: str, layer: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.learners import MLP, FastWeights, Learner, Linear, Weight
-from metattt.optimizers import Gates, GradientDescent, InnerOptimizer
+from metattt.learners import FastWeights, Learner, Linear, Weight
+from metattt.optimizers import Gates, InnerOptimizer
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
 from metattt.testing.specimen import Specimen, compare, run, state_distance
@@ -157,21 +157,3 @@ def test_gates_are_exact_for_carried_weights_and_momentum(rule: dict[str, Any], 
             parts = run(layer, x, cuts, grads=True)
             assert compare(parts, whole) <= BOUND, (layer.form, cuts)
             assert state_distance(layer, parts.state, whole.state) <= BOUND, (layer.form, cuts)
-
-
-@pytest.mark.parametrize("form", ["primal", "dual", "summed"])
-def test_first_and_second_derivatives(form: str) -> None:
-    """Of every form, by finite differences."""
-    settings: Any = {"read": "previous"} if form == "summed" else {"token_steps": "shared"}
-    spec = Specimen(
-        lambda: MLP(expansion=1.0), Reconstruction, lambda: GradientDescent(2, **settings), dim=4, num_heads=1
-    )
-    layer, x = spec.make(form=form), torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
-    names = [name for name, _ in layer.named_parameters()]
-    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
-
-    def outputs(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))[0]
-
-    assert torch.autograd.gradcheck(outputs, (x, *values), fast_mode=True)
-    assert torch.autograd.gradgradcheck(outputs, (x, *values), fast_mode=True)

@@ -70,19 +70,3 @@ def test_the_state_of_a_model_of_other_layers() -> None:
     torch.testing.assert_close(
         model.step(ids[index, 5:], state.select(index))[0], model.step(ids[:, 5:], state)[0][index]
     )
-
-
-@pytest.mark.parametrize("name", ["ttt_linear", "titans", "attention", "lact"])
-def test_a_state_prints_short(name: str) -> None:
-    _, state, _ = of_layer(name)
-    text = repr(state)
-    assert text.startswith("State(pos=[5, 5, 5], phase=") and len(text.splitlines()) <= 12
-    for slot, weights in state.weights.items():
-        assert f"weights: {slot} -> " in text
-        assert all(f"{key} {list(x.shape)}" in text for key, x in list(weights.items())[:8])
-    for part in ("task", "optimizer", "learner"):
-        assert (f"\n  {part}: " in text) == bool(getattr(state, part))
-    assert "pos=[3]" in repr(state.to("meta"))
-    assert "None" in repr(state._replace(pos=None, weights=None))  # type: ignore[arg-type]
-    wide = state._replace(learner={f"w{i}": state.pos for i in range(100)})
-    assert "w7 [3] and 92 more" in repr(wide) and len(repr(wide)) < 2000

@@ -1,4 +1,5 @@
-"""Several threads, one layer: each gets what it would get alone, outputs and gradients."""
+"""Several threads, one layer whose learner is a module: each gets what it would get alone, outputs and gradients. (Of other
+layers: the law `threads`.)"""
 
 from __future__ import annotations
 
@@ -8,12 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import metattt
-from metattt.functional import replica, with_values
+from metattt.functional import with_values
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
 from metattt.optimizers import GradientDescent
@@ -22,27 +22,14 @@ from metattt.tasks import Reconstruction
 THREADS, CALLS = 4, 4
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x)[None].chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0]
-
-
-def with_module(module: nn.Module, mixes_tokens: bool = False) -> TTTLayer:
-    learner = ModuleLearner(module, residual=True, mixes_tokens=mixes_tokens)
-    rule = GradientDescent(4, read="previous" if mixes_tokens else "inclusive")
-    return TTTLayer(16, 2, Reconstruction(), learner, rule)
+def of_a_module() -> TTTLayer:
+    learner = ModuleLearner(nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8)), residual=True)
+    return TTTLayer(16, 2, Reconstruction(), learner, GradientDescent(4))
 
 
 LAYERS: dict[str, Callable[[], TTTLayer]] = {
-    "module": lambda: with_module(nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))),
-    "module that mixes tokens": lambda: with_module(Attention(), mixes_tokens=True),
+    "module": of_a_module,
     "nested_ttt": lambda: metattt.build("layer=nested_ttt", "dim=16", "num_heads=2"),
-    "ttt_mlp": lambda: metattt.build("layer=ttt_mlp", "dim=16", "num_heads=2"),
 }
 
 
@@ -126,15 +113,3 @@ def test_a_call_with_other_values() -> None:
     assert torch.equal(found, functional_call(module, values, (x,)))
     assert module.calls == [2, 2]
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
-
-
-def test_a_replica_shares_tensors_and_nothing_that_a_call_changes() -> None:
-    module = Odd()
-    made = replica(module)
-    assert type(made) is Odd and made.first.weight is module.first.weight is made.second.weight and made.shift is module.shift
-    assert made.listed[0] is made.first and made.named["second"][0] is made.second and made.itself[0] is made
-    assert made.calls is module.calls  # nothing in it refers to a module
-    made.first._parameters["weight"] = None
-    made.extra = nn.Linear(1, 1)
-    made.register_buffer("more", torch.ones(1))
-    assert module.first.weight is not None and not hasattr(module, "extra") and not hasattr(module, "more")

@@ -3,7 +3,6 @@ line."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from metattt.checkpoints.record import RECORD, make_record
 from metattt.checkpoints.trained import load_model
 from metattt.cli import main
 from metattt.composition.compose import build, compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
-from metattt.inner.causality import Causality, declared, found_out
+from metattt.inner.causality import declared, found_out
 from metattt.layer import TTTLayer
 from metattt.learners import Linear
 from metattt.models.language_model import LanguageModel
@@ -122,29 +120,6 @@ def test_a_layer_that_does_not_declare_it_is_found_out(layer: Callable[[], nn.Mo
     model(layer, causal=False)
 
 
-def test_an_attribute_that_differs_is_another_layer() -> None:
-    class Switch(Module):
-        def __init__(self, future: bool):
-            super().__init__(lambda x: x + x.mean(1, keepdim=True) if self.future else x.cumsum(1))
-            self.future = future
-
-    checked = Causality()
-    checked.check(Switch(False), 8)
-    with pytest.raises(MetaTTTError):
-        checked.check(Switch(True), 8)
-
-
-def test_the_check_leaves_no_trace() -> None:
-    states = []
-    for causal in (True, False):
-        torch.manual_seed(0)
-        random.seed(0)
-        made = model(lambda: Module(lambda x: torch.dropout(x.cumsum(1), 0.5, True)), causal=causal)
-        states.append((dict(made.state_dict()), torch.get_rng_state(), made.training))
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
-    assert made.blocks[0].layer.calls == 0
-
-
 def test_a_layer_that_cannot_run_here_is_left_to_its_own_message() -> None:
     def picky(x: Tensor) -> Tensor:
         raise RuntimeError("this kernel takes CUDA tensors only")
@@ -152,21 +127,6 @@ def test_a_layer_that_cannot_run_here_is_left_to_its_own_message() -> None:
     made = model(lambda: Module(picky))
     with pytest.raises(RuntimeError, match="CUDA tensors only"):
         made(torch.zeros(1, 4, dtype=torch.long))
-
-
-def test_on_the_meta_device_what_is_declared_counts() -> None:
-    with torch.device("meta"):
-        made = instantiate_model(compose(*TINY, "layer=ttt_mlp"))
-        assert made.embedding.weight.is_meta
-        with pytest.raises(MetaTTTError, match="optimizer=minibatch"):
-            instantiate_model(compose(*TINY, "layer=mttt_mlp"))
-        lies = model(lambda: Module(lambda x: x.flip(1)))
-    lies.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in lies.parameters():
-            parameter.normal_()
-    with pytest.raises(MetaTTTError, match="does not declare"):
-        lies.check_causal()
 
 
 def test_a_model_made_for_masked_tokens_predicts_no_next_token() -> None:
@@ -181,15 +141,3 @@ def test_a_model_made_for_masked_tokens_predicts_no_next_token() -> None:
     ):
         with pytest.raises(MetaTTTError, match="causal=true"):
             call()
-
-
-def test_a_layer_exchanged_after_construction_is_found_before_training(tmp_path: Path) -> None:
-    from metattt.training.recipes import AdamW
-    from metattt.training.text_module import LanguageModeling
-
-    made = model(lambda: Module(lambda x: x.cumsum(1)))
-    module = LanguageModeling(made, AdamW(), torch.ones(12), {})
-    module.on_fit_start()
-    made.blocks[1].layer = Module(lambda x: x.flip(1))
-    with pytest.raises(MetaTTTError, match="must not see it"):
-        module.on_fit_start()

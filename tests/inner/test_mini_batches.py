@@ -14,7 +14,6 @@ from metattt import TTTLayer
 from metattt.errors import MetaTTTError
 from metattt.learners import (
     ChebyshevRidge,
-    Convolution,
     GlobalEstimator,
     KernelEstimator,
     KernelRidge,
@@ -92,30 +91,6 @@ def test_labels_of_learners_that_keep_data_need_not_be_as_wide_as_keys(name: str
     torch.testing.assert_close(y, narrow(x)[0], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("learner", "steps"), [(plain, 1), (plain, 2), (lambda: Convolution("tokens"), 1)], ids=["plain", "steps", "mixing"]
-)
-def test_a_call_that_cuts_mini_batches_of_a_block_read_is_said_once(
-    learner: Callable[[], Learner], steps: int, recwarn: pytest.WarningsRecorder
-) -> None:
-    def layer(read: Any = "block") -> TTTLayer:
-        return made(learner(), GradientDescent(4, read=read, steps=steps))
-
-    x, one, reset = tokens(), layer(), torch.zeros(4, 8, dtype=torch.bool)
-    reset[:, 4] = True
-    one(x[:, :8])
-    layer("previous")(x)
-    layer()(x[:, :8], reset=reset)  # documents of 4 tokens
-    assert not recwarn.list
-    for _ in range(2):
-        one(x)
-    (said,) = recwarn.list
-    assert "optimizer.mini_batch_size=4" in str(said.message) and "T=11" in str(said.message)
-    layer()(x[:, :8], reset=reset.roll(1, 1))
-    layer()(x[:, 3:7], one(x[:, :3])[1])
-    assert [f"T={count}" in str(said.message) for count, said in zip((11, 8, 4), recwarn.list, strict=True)] == [True] * 3
-
-
 @pytest.mark.parametrize("rule", [GradientDescent(4, read="block"), GradientDescent(4, read="final"), WholeSequence()], ids=repr)
 def test_padding_is_refused_where_tokens_look_at_later_ones(rule: InnerOptimizer) -> None:
     layer, x = made(Mixing(), rule), tokens()
@@ -138,3 +113,20 @@ def test_a_mini_batch_may_be_longer_than_memory_holds() -> None:
             y, state = layers[1](x[:, :10])
             y = torch.cat([y, layers[1](x[:, 10:], state)[0]], 1)  # one token alone is decoded
             torch.testing.assert_close(y, layers[0](x)[0], rtol=1e-9, atol=1e-11)
+
+
+def test_a_reset_on_padding_is_never_dropped() -> None:
+    """It belongs to the next token of the call; where none follows, the next call would not know of it."""
+    task, rule = Reconstruction("shared_qk", rope="mini_batch"), GradientDescent(4, token_steps="shared")
+    made, x = TTTLayer(16, 2, task, Linear(), rule).double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False, False, True, True, True, True]] * 2)
+    reset = torch.zeros_like(mask)
+    reset[1, 3] = True
+    with torch.no_grad():
+        whole, _ = made(x, mask=mask, reset=reset)
+        with pytest.raises(MetaTTTError, match="reset marks padding of sequence 1 that no token of this call follows"):
+            made(x[:, :5], mask=mask[:, :5], reset=reset[:, :5])
+        _, state = made(x[:, :4], mask=mask[:, :4])
+        reset[1, 3:5] = torch.tensor([False, True])
+        parts, _ = made(x[:, 4:], state, mask=mask[:, 4:], reset=reset[:, 4:])
+    assert torch.allclose(parts, whole[:, 4:], rtol=1e-9, atol=1e-12)

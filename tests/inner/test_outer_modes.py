@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Call, outputs
 from saved import SavedBytes
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
-from metattt.inner import execution
-from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, Learner, Linear, Transformer
-from metattt.optimizers import GradientDescent, InnerOptimizer, StateGated
-from metattt.optimizers.block import BlockMomentum
+from metattt.learners import MLP, Learner, Linear
+from metattt.optimizers import GradientDescent, InnerOptimizer
 from metattt.tasks import Reconstruction
-from metattt.testing import LAWS, Specimen
-from metattt.testing.specimen import cotangent, distance, randomize
+from metattt.testing.specimen import distance, randomize
 
 BOUND = 1e-9  # relative, float64
 DIM, HEADS = 8, 2
@@ -41,26 +35,6 @@ def descent(**settings: Any) -> GradientDescent:
 
 def tokens(length: int = 11, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(2, length, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def test_norms_of_gradients_are_constants_too() -> None:
-    """Those that gates look at, also of a learner that mixes tokens; and no factor of a step is in them."""
-    rule = StateGated(3, base_lr=0.3, lr_scale="none", read="previous")
-    layer = make(Transformer(step_scale={"w1": 0.5}), rule, outer="first_order")  # type: ignore[call-arg]
-    x, leaves = tokens(7), [one for one in layer.parameters() if one.requires_grad]
-    found = []
-    for y in (layer(x)[0], outputs(layer, [Call(x)])[0]):
-        found.append(torch.autograd.grad((y * cotangent(y)).sum(), leaves, allow_unused=True, materialize_grads=True))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
-
-
-def test_what_first_order_cuts() -> None:
-    layer = make(Linear(), descent(), outer="first_order")
-    (layer(tokens())[0] * torch.linspace(-1, 1, DIM)).sum().backward()
-    grads = {name: p.grad for name, p in layer.named_parameters()}
-    cut = {name for name, g in grads.items() if g is None or not g.any()}
-    assert cut == {name for name in grads if name.startswith("task.") and "q" not in name.split(".")[1]}, cut
-    assert {"learner.init.w1", "learner.slow.norm_scale", "optimizer.lr_weight"} <= grads.keys() - cut
 
 
 def test_first_order_keeps_no_graph_of_second_order() -> None:
@@ -178,40 +152,3 @@ def test_derivatives_reach_what_recomputation_would_miss(
         assert all(distance(gradient, stored, 1e-3) < BOUND for gradient in grouped)
     expected = outer == "exact" or case == "gates"  # first_order takes no derivative of a loss
     assert ("every mini-batch is stored" in caplog.text) == expected
-
-
-@pytest.mark.parametrize("case", BESIDE)
-def test_the_law_sees_what_recomputation_would_miss(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, rule = BESIDE[case]
-    spec = Specimen(MLP, task, rule)
-    assert LAWS["groups"].judge(spec).holds
-    monkeypatch.setattr(execution, "captured", lambda *given: [])
-    assert not LAWS["groups"].judge(spec).holds
-
-
-def test_nothing_of_ours_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules and learners whose gradients are made in other ways, frozen weights and a checkpoint around the layer."""
-    monkeypatch.setattr(Plan, "say_stored", lambda self, beside: pytest.fail(str(beside)))
-    for learner, rule, options in (
-        (Linear(learn_init=False), descent(), {}),
-        (Linear(), descent(read="previous", steps=2), {"form": "summed"}),
-        (MLP(learn_init=False), descent(max_norm=0.1), {"form": "primal"}),
-        (MLP(), descent(read="final", steps=2), {}),
-        (Transformer(), descent(read="previous"), {}),
-        (MLP(), BlockMomentum(4, orthogonalize=True), {"outer": "first_order"}),
-    ):
-        layer = make(learner, rule, group_size=1, **options)
-        layer.learner.requires_grad_(rule.steps > 1)
-        x = tokens().requires_grad_()
-        checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False).square().sum().backward()
-        assert x.grad is not None
-
-
-def test_a_state_of_inference_mode_can_be_trained_on_when_it_is_cloned() -> None:
-    layer, x = make(MLP(), descent()), tokens()
-    with torch.inference_mode():
-        _, state = layer(x)
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        layer(x, state)
-    layer(x, state.map(torch.clone))[0].sum().backward()
-    assert all(p.grad is not None for p in layer.task.parameters())

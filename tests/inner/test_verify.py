@@ -3,9 +3,7 @@ change."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -85,26 +83,6 @@ def test_a_loss_of_ones_own(loss: str, learner: str) -> None:
         assert compare(run(layer.train(mode), x(), grads=True), run(oracle.train(mode), x(), grads=True)) < BOUND
 
 
-def test_what_is_squared_error_by_itself_is_taken() -> None:
-    class Mine(Task):
-        squared_error = True
-
-        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-            self.shape = num_heads, head_dim
-
-        def views(self, x: Tensor, state: Any, ctx: Any) -> Any:
-            from metattt.tasks.base import Views
-
-            heads = x.unflatten(-1, self.shape).transpose(1, 2)
-            return Views(heads, heads, heads), state
-
-        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-            return (prediction - v).pow(2).sum(-1) / 2
-
-    assert made(Mine(), Linear(), GradientDescent(4)).form == "fused"
-    assert made(Mine(), plain(), GradientDescent(4, "online")).plan.form == "solved"
-
-
 @pytest.mark.parametrize("learner", LEARNERS)
 def test_a_setting_changed_later_is_noticed(learner: str) -> None:
     layer = made(Reconstruction(), LEARNERS[learner](), rule(learner))
@@ -130,24 +108,6 @@ def test_methods_and_hooks_added_later_are_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     layer.learner.forward = lambda w, x: torch.tanh(Linear.forward(layer.learner, w, x))  # type: ignore[method-assign, arg-type]
     assert layer.form == "dual"
-
-
-def test_replicas_and_copies_run_their_own_parts() -> None:
-    """What `nn.DataParallel` and `copy.copy` make."""
-    layer = made(Reconstruction(), MLP(), GradientDescent(4))
-    expected = layer(x())[0]
-    replica = layer._replicate_for_data_parallel()
-    for name in ("task", "learner", "optimizer"):
-        part = copy.deepcopy(getattr(layer, name))
-        part._is_replica = True
-        setattr(replica, name, part)
-    with torch.no_grad():
-        for parameter in layer.learner.parameters():
-            parameter.zero_()
-    assert torch.equal(replica(x())[0].detach(), expected.detach())
-    shallow, deep = copy.copy(layer), copy.deepcopy(layer)
-    assert shallow.inner.learner is shallow.learner
-    assert deep.inner.learner is deep.learner is not layer.learner
 
 
 def test_a_parameter_that_is_no_attribute_keeps_its_derivative() -> None:

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from mini_batches import given_of, inputs, like, part, poisoned
 from torch import Tensor
 
-from metattt.composition.compose import build
-from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.cpu import native, native_advance
+from metattt.kernels.cpu import native
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
@@ -157,30 +155,6 @@ def test_every_sequence_at_a_place_of_its_own(kind: str, phases: list[int], own:
               torch.tensor([0]), None, own)  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", [[1] * 32, [16, 16], [5, 11, 15, 1]])
-@pytest.mark.parametrize("kind", NATIVE)
-def test_cut_anywhere_it_is_the_scan_of_whole_mini_batches(kind: str, cut: list[int]) -> None:
-    x = given(kind, n=32, tau="per_head")
-    expected, last = KERNELS[kind].scan(x, lambda _: pytest.fail("the reference was taken"))
-    kept = copy.deepcopy(x.weights)
-    for own in (False, True):
-        weights, update, ys, place = (
-            ({name: w.clone() for name, w in x.weights.items()} if own else x.weights),
-            None,
-            [],
-            0,
-        )
-        for n in cut:
-            y, weights, update = KERNELS[kind].advance(part(x, place, place + n, weights), update, place % 16, own)
-            ys.append(y)
-            place += n
-        close(torch.cat(ys, 2), expected.double())
-        assert update is None
-        for name, w in weights.items():
-            close(w, last[name].double())
-    assert all(torch.equal(x.weights[name], w) for name, w in kept.items())
-
-
 @pytest.mark.parametrize("kind", NATIVE)
 def test_any_strides(kind: str) -> None:
     x = given(kind, n=3, tau="per_head")
@@ -220,36 +194,6 @@ def test_nothing_is_read_that_was_not_written(kind: str, monkeypatch: pytest.Mon
             assert not any(t.isnan().any() for t in (found[0], *found[1].values(), *(found[2] or {}).values()))
 
 
-@pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("name", ["k", "v", "q", "eta"])
-def test_nan_is_not_lost(kind: str, name: str) -> None:
-    """It reaches all that depends on it, and no other head or sequence."""
-    x = given(kind)
-    getattr(x.tokens.gates if name == "eta" else x.tokens, name)[0, 1] = float("nan")
-    y, _, m = KERNELS[kind].advance(x, None, 0, False)
-    assert m is not None
-    assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()
-    assert m["w1"][0, 1].isnan().any() == (name != "q")
-    assert not m["w1"][0, 0].isnan().any() and not m["w1"][1].isnan().any()
-
-
-@pytest.mark.parametrize("kind", NATIVE)
-def test_threads_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = given(kind, n=4, batch=5)
-    expected = KERNELS[kind].advance(x, None, 0, False)
-    monkeypatch.setattr(native_advance, "SMALLEST_SHARE", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    found = KERNELS[kind].advance(x, None, 0, False)
-    assert torch.equal(found[0], expected[0]) and found[2] is not None and expected[2] is not None
-    assert all(torch.equal(found[2][name], m) for name, m in expected[2].items())
-
-
-@pytest.mark.parametrize("kind", NATIVE)
-def test_no_sequences(kind: str) -> None:
-    y, weights, update = KERNELS[kind].advance(given(kind, batch=0), None, 0, True)
-    assert y.shape == (0, 2, 1, 16) and weights["w1"].shape[0] == 0 and update is not None
-
-
 @pytest.mark.parametrize("kind", NATIVE)
 def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
     """A layer is copied, pickled and sent to other processes together with its kernels, also after it has decoded."""
@@ -257,51 +201,3 @@ def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
     expected = KERNELS[kind].advance(x, None, 0, False)[0]
     for other in (copy.deepcopy(KERNELS[kind]), pickle.loads(pickle.dumps(KERNELS[kind]))):
         assert torch.equal(other.advance(x, None, 0, False)[0], expected)
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-def test_what_is_not_accepted(kind: str) -> None:
-    kernel, x = KERNELS[kind], given(kind)
-    gated = x._replace(tokens=x.tokens.with_gates(alpha=x.tokens.gates.eta))
-    doubled = x._replace(weights={name: w.double() for name, w in x.weights.items()})
-    refused: list[tuple[MiniBatches, str]] = [(gated, "gate"), (doubled, "fp32"), (given(kind, 24), "24")]
-    if "triton" in kind:
-        refused.append((x._replace(tokens=x.tokens.with_views(k=x.tokens.views.k.double())), "float64"))
-    else:
-        refused.append((x._replace(matmul_dtype=torch.bfloat16), "fp32"))
-    if "mlp" in kind:
-        refused.append((given(kind, hidden=40), "40"))
-    for one, why in refused:
-        assert why in str(kernel.reason_not_decoded(one))
-        whole = one.tokens.views.k.shape[-1] == 24 or why in ("gate", "40")  # said of whole mini-batches, too
-        assert not whole or why in str(kernel.reason_rejected(one))
-    assert kernel.reason_rejected(given(kind, b=5, n=5)) is not None
-    assert kernel.reason_not_decoded(given(kind, b=5)) is None
-
-
-def test_a_state_of_another_type_is_not_misread() -> None:
-    """The kernel is handed addresses: an update that somebody has widened is read as what it is."""
-    x = given("linear", n=4)
-    first, weights, update = NATIVE["linear"].advance(part(x, 0, 2), None, 0, False)
-    assert update is not None
-    expected = NATIVE["linear"].advance(part(x, 2, 4, weights), update, 2, False)[0]
-    wide = {name: value.double() for name, value in update.items()}
-    assert torch.equal(NATIVE["linear"].advance(part(x, 2, 4, weights), wide, 2, False)[0], expected)
-    assert first.isfinite().all()
-
-
-def test_a_state_that_is_junk_is_refused_before_a_kernel_reads_it() -> None:
-    """Positions of 32 bits made the process end; phase -1 read beside the token steps."""
-    layer, x = build("layer=ttt_linear", "dim=32", "num_heads=2"), torch.randn(2, 5, 32)
-    with torch.no_grad():
-        _, state = layer(x)
-        doubled = {name: value.double() for name, value in state.weights["commit"].items()}
-        for junk in (
-            state._replace(phase=None, pos=state.pos.int()),
-            state._replace(phase=None, pos=state.pos.float()),
-            state._replace(phase=-1),
-            state._replace(phase=2.0),
-            state._replace(weights=state.weights | {"commit": doubled}),
-        ):
-            with pytest.raises(MetaTTTError, match="the state"):
-                layer(x[:, :1], junk)

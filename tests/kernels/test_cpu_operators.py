@@ -12,7 +12,6 @@ from functorch.compile import make_boxed_func
 from mini_batches import WEIGHTS, inputs
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 import metattt
@@ -44,22 +43,6 @@ def test_shapes_and_derivatives(name: str, gates: Sequence[str], bias: bool, dty
     operator = getattr(torch.ops.metattt, name).default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(operator, given, test_utils=tests)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("gates", [("tau",), ("kappa",), ("alpha", "kappa"), ("alpha",)])
-def test_derivatives_in_numbers(name: str, gates: Sequence[str]) -> None:
-    given = arguments(name, gates, True, torch.float64)
-    weights, *rest = given[9:]
-    leaves = [*given[:9], *weights]
-    wanted = [x for x in leaves if x is not None]
-
-    def function(*values: Tensor) -> tuple[Tensor, ...]:
-        found = iter(values)
-        tensors = [None if x is None else next(found) for x in leaves]
-        return tuple(getattr(torch.ops.metattt, name)(*tensors[:9], tensors[9:], *rest)[:-1])
-
-    assert torch.autograd.gradcheck(function, wanted, fast_mode=True)
 
 
 def small(name: str) -> TTTLayer:
@@ -94,37 +77,6 @@ def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batche
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
     assert graphs == [[f"metattt.{name}.default"], [f"metattt.{name}_backward.default"]] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_one_compilation_for_all_lengths_and_batches(name: str) -> None:
-    """With Inductor, whose own convolutions and strides would make a graph for each."""
-    torch._dynamo.reset()
-    counters.clear()
-    layer = small(name)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    for batch, length in ((2, 80), (2, 128), (3, 512), (2, 160)):
-        x = torch.randn(batch, length, 32)
-        found, expected = results(compiled, layer, x), results(layer, layer, x)
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize(("name", "trained"), [("ttt_linear", True), ("ttt_mlp", False)])
-def test_an_exported_layer_has_none_and_can_be_trained(name: str, trained: bool) -> None:
-    layer, x = small(name), torch.randn(2, 37, 32)
-    with torch.set_grad_enabled(trained):
-        program = torch.export.export(layer, (x,)).module()
-    assert nodes(program) == []
-    parameters = dict(program.named_parameters())
-    y = program(x)[0]
-    expected = results(layer, layer, x)
-    torch.testing.assert_close(y, expected.pop("y"))
-    found = torch.autograd.grad(y.square().sum(), [parameters[key] for key in expected])
-    for gradient, (key, wanted) in zip(found, expected.items(), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5, msg=key)
 
 
 def test_the_fused_form_is_not_exported() -> None:

@@ -94,14 +94,6 @@ def test_token_by_token(name: str, prefill: int, donate_state: bool, monkeypatch
     assert calls == ([prefill % SIZE] if prefill % SIZE else []) + [1] * 10
 
 
-@pytest.mark.parametrize(("bias", "steps"), [(False, "shared"), (True, "per_head")])
-@pytest.mark.parametrize("name", KERNELS)
-def test_parts_that_vary(name: str, bias: bool, steps: Any) -> None:
-    layer, dual, _ = pair(name, bias, steps)
-    x, cuts = tokens(18), [1, 2, 5, 9, 16, 17]
-    alike(dual, go_on(layer, x, None, cuts, True), go_on(dual, x, None, cuts, False))
-
-
 @pytest.mark.parametrize("by", ["native", "triton"])
 def test_a_rule_that_carries_weights_in_place_of_an_update(by: str) -> None:
     """Without token steps the state of an open mini-batch is W_t, which no kernel reads: one that took it for the last
@@ -117,23 +109,6 @@ def test_a_rule_that_carries_weights_in_place_of_an_update(by: str) -> None:
     alike(dual, go_on(layer, x, None, [5, 6], True), expected)
     rest, state = go_on(layer, x[:, 3:], with_graph.detach(), [1, 2], False)
     alike(dual, (torch.cat([expected[0][:, :3], rest], 1), state), expected)
-
-
-@pytest.mark.parametrize(("name", "donate_state"), [("linear", False), ("mlp", True)])
-def test_sequences_at_places_of_their_own(name: str, donate_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of 11 and 7 tokens: one is in its second mini-batch, the other about to complete its first."""
-    layer, dual, kernel = pair(name)
-    x, mask = tokens(21), torch.ones(2, 11, dtype=torch.bool, device=DEVICE)
-    mask[1, 7:] = False
-    after = []
-    for each in (layer, dual):
-        with torch.no_grad():
-            after.append(each(x[:, :11], mask=mask)[1])
-    calls = counted(kernel, monkeypatch)
-    assert after[0].phase is None
-    cuts = list(range(1, 10))
-    alike(dual, go_on(layer, x[:, 11:], after[0], cuts, donate_state), go_on(dual, x[:, 11:], after[1], cuts, False))
-    assert calls == [1] * 10
 
 
 @pytest.mark.parametrize("name", KERNELS)

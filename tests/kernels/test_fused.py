@@ -3,7 +3,6 @@ other."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -155,26 +154,6 @@ def check(layer: TTTLayer, covered: list[Kernel], taken: set[str]) -> None:
             taken.add(kernel.name)
 
 
-def test_a_subclass_that_changes_the_function_is_not_covered() -> None:
-    class Scaled(Linear):
-        def forward(self, w: Any, x: Tensor) -> Tensor:
-            return 2 * super().forward(w, x)
-
-    class Renamed(Linear):
-        """The same function."""
-
-    class Twice(GradientDescent):
-        def commit(self, memory: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
-            return super().commit(super().commit(memory, filled), 0)
-
-    def form(learner: Any, rule: Any) -> str:
-        return TTTLayer(8, 2, Reconstruction(), learner, rule).form
-
-    assert form(Scaled(), GradientDescent(4)) == "dual"
-    assert form(Renamed(), GradientDescent(4)) == "fused"
-    assert form(Linear(), Twice(4)) == "dual"
-
-
 # -- what a user sees --------------------------------------------------------------------------------------------------
 
 
@@ -186,18 +165,6 @@ def test_fused_or_an_error() -> None:
     layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "layer.form=fused")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(MetaTTTError, match=r"bfloat16.*layer.form=auto"):
         layer(torch.randn(1, 32, 8))
-
-
-def test_auto_says_why_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
-    layer = build("layer=ttt_linear", "dim=8", "num_heads=2")
-    with caplog.at_level(logging.DEBUG, "metattt"), torch.autocast("cpu", torch.bfloat16):
-        layer(torch.randn(1, 32, 8))
-        layer(torch.randn(1, 32, 8))
-    (said,) = [one.getMessage() for one in caplog.records if "form=dual" in one.getMessage()]  # once, not in every call
-    assert "bfloat16" in said
-    with caplog.at_level(logging.DEBUG, "metattt"):
-        layer(torch.randn(1, 32, 8))
-    assert "form=fused on cpu: ttt_linear.closed_form" in caplog.text
 
 
 def test_a_kernel_of_ones_own() -> None:

@@ -7,17 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Call, outputs
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.inner.forms.dual import PerTokenGradients
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
-from metattt.testing import LAWS, LearnerConformance, Specimen
-from metattt.testing.specimen import compare, cotangent, gradient_distance, gradients, run
+from metattt.testing import LearnerConformance, Specimen
+from metattt.testing.specimen import compare, run
 
 D = 8  # head width
 
@@ -212,17 +210,6 @@ def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module], mes
     assert compare(run(spec.make(form="summed"), x, [6], grads=True), oracle) < 1e-9
 
 
-@pytest.mark.parametrize("shape", ["sequential", "twice", "attention", "embedding", "unsupported"])
-def test_equals_a_token_loop_of_the_module(shape: str) -> None:
-    """With the module's own operations, by the oracle; outputs and every gradient."""
-    spec = specimen({**SHAPES, "unsupported": Unsupported}[shape], lambda: GradientDescent(3, base_lr=0.5))
-    layer, x = spec.make(), spec.tokens().requires_grad_()
-    y, expected = layer(x)[0], outputs(layer, [Call(x)])[0]
-    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
-    found, wanted = (gradients(layer, x, (one * cotangent(one)).sum()) for one in (y, expected))
-    assert gradient_distance(found, wanted) < 1e-9
-
-
 class Mixes(nn.Module):
     def __init__(self, causal: bool = True, width: int = D) -> None:
         super().__init__()
@@ -232,42 +219,16 @@ class Mixes(nn.Module):
         return self.layer(x.cumsum(0) if self.causal else x + x.mean(0))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x.unsqueeze(0))[0].squeeze(0)
-
-
-class Counting(nn.Linear):
-    """Keeps count of its calls."""
-
-    def __init__(self) -> None:
-        super().__init__(D, D)
-        self.register_buffer("calls", torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-        return super().forward(x) * self.calls
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ModuleLearner(Mixes()), "mixes_tokens"),
         (lambda: ModuleLearner(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)))), "changes its buffer 0.param"),
-        (lambda: ModuleLearner(Counting().eval()), "changes its buffer calls"),
         (lambda: ModuleLearner(nn.Embedding(2, D, max_norm=1.0)), "leave them out"),
-        (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.RReLU())), "depends on chance"),
         (lambda: ModuleLearner(Mixes(causal=False), mixes_tokens=True), "later ones"),
         (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.1))), "set its p to 0"),
-        (lambda: ModuleLearner(Recurrent()), "cannot be replaced"),
         (lambda: ModuleLearner(nn.Linear(D, 3)), "width 3: they must have the head width 8"),
         (lambda: ModuleLearner(nn.Linear(5, D)), "cannot run on tokens"),
-        (lambda: ModuleLearner(nn.Tanh()), "no trainable parameter"),
     ],
 )
 def test_modules_that_cannot_be_learners_are_refused(make: Callable[[], ModuleLearner], message: str) -> None:
@@ -275,15 +236,7 @@ def test_modules_that_cannot_be_learners_are_refused(make: Callable[[], ModuleLe
         TTTLayer(2 * D, 2, Reconstruction(), make(), GradientDescent(4, read="previous"))
 
 
-class RoundTrips(LearnerConformance):
-    """Copies of a state may lie in memory in another way, and then differ in the last bit."""
-
-    def test_round_trips(self) -> None:
-        for spec in self.specimens().values():
-            assert LAWS["round_trips"].worst_error(spec) < 1e-12
-
-
-class TestModuleLearner(RoundTrips):
+class TestModuleLearner(LearnerConformance):
     dim = 32
     make = staticmethod(lambda: ModuleLearner(Gated(16), residual=True, norm=True))
 
@@ -292,21 +245,6 @@ class TestModuleLearner(RoundTrips):
         return {name: self.specimen(self.make, Reconstruction, rule) for name, rule in rules.items()}
 
 
-class TestModuleThatMixesTokens(RoundTrips):
+class TestModuleThatMixesTokens(LearnerConformance):
     dim = 32
     make = staticmethod(lambda: ModuleLearner(Mixes(width=16), residual=True, norm=True, mixes_tokens=True))
-
-
-def test_the_bias_of_a_linear_map_shares_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`q·a + 1` in place of a product of its own for the bias, as for the same learner written with the accessor."""
-
-    def make(form: str) -> TTTLayer:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D))
-        learner = ModuleLearner(module, residual=True, norm=True)
-        return TTTLayer(2 * D, 2, Reconstruction(), learner, GradientDescent(4), form=form).double()
-
-    x = torch.randn(2, 11, 2 * D, dtype=torch.float64)
-    expected = run(make("primal"), x, grads=True)
-    monkeypatch.setattr(PerTokenGradients, "mixed", lambda self, name, mix: pytest.fail(f"{name} by itself"))
-    assert compare(run(make("dual"), x, grads=True), expected) < 1e-9

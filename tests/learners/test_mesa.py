@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from saved import SavedBytes
 from torch import Tensor
-from torch.func import grad, vjp, vmap
 
-import metattt
 from metattt.layer import TTTLayer
 from metattt.learners import RecurrentRidge
 from metattt.optimizers import Append
 from metattt.state import Context, DataGates
 from metattt.tasks import Reconstruction
 from metattt.tasks.base import Views
-from metattt.testing.specimen import Specimen, cotangent, run
+from metattt.testing.specimen import Specimen, run
 
 DOUBLE = torch.float64
 
@@ -64,30 +61,7 @@ def at_every_token(views: Views, gates: DataGates, ridge: float) -> Tensor:
     return torch.stack(rows, 2)
 
 
-def test_ridge_starts_where_it_is_told() -> None:
-    made = metattt.build("layer=mesa_net", "dim=8", "num_heads=2", "learner.ridge=3", "learner.ridge_floor=2.5").learner
-    torch.testing.assert_close(torch.nn.functional.softplus(made.slow["ridge"]) + 2.5, torch.full((2, 4), 3.0))
-
-
 # -- the solver --------------------------------------------------------------------------------------------------------
-
-
-def test_few_iterations_give_the_iterate_that_they_reach() -> None:
-    """Against the method for one token, as textbooks have it."""
-    views, width = random_views(9, 6), 6
-    gates = DataGates(torch.full((1, 1, 9), 0.8, dtype=DOUBLE), torch.full((1, 1, 9), 0.9, dtype=DOUBLE))
-    found = scanned(built(RecurrentRidge(iterations=2, chunk=4), 2, width).double(), views, gates)
-    g = h = torch.zeros(width, width, dtype=DOUBLE)
-    for t in range(9):
-        k, v, q = (x[0, 1, t] for x in views[:3])
-        g, h = 0.9 * g + 0.8 * torch.outer(v, k), 0.9 * h + 0.8 * torch.outer(k, k)
-        a, x, r = h + torch.eye(width, dtype=DOUBLE), torch.zeros(width, dtype=DOUBLE), q
-        p = r
-        for _ in range(2):
-            step = (r @ r) / (p @ a @ p)
-            x, before, r = x + step * p, r, r - step * (a @ p)
-            p = r + (r @ r) / (before @ before) * p
-        torch.testing.assert_close(found[0, 1, t], g @ x)
 
 
 def test_a_tolerance_is_kept_and_saves_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,16 +91,6 @@ def test_a_token_stops_by_itself() -> None:
     assert torch.allclose(run(made, x[1:]).y, whole[1:], rtol=0, atol=1e-12)
 
 
-def test_memory_does_not_grow_with_the_iterations() -> None:
-    def kept(iterations: int) -> int:
-        made = layer(iterations=iterations)
-        with SavedBytes() as saved:
-            y = made(tokens().requires_grad_())
-        return saved.now if y else 0
-
-    assert kept(2) == kept(30)
-
-
 # -- derivatives -------------------------------------------------------------------------------------------------------
 
 
@@ -136,18 +100,6 @@ def test_derivatives_of_first_and_second_order(solver: Any) -> None:
     x = tokens(5).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: made(x)[0], x)
     assert torch.autograd.gradgradcheck(lambda x: made(x)[0], x[:1, :4].detach().requires_grad_())
-
-
-@pytest.mark.parametrize("tolerance", [0.0, 1e-13])
-def test_transforms_of_torch_func(tolerance: float) -> None:
-    made, x = layer(chunk=3, tolerance=tolerance), tokens(5)
-    expected = run(made, x, grads=True)
-    y, pull = vjp(lambda x: made(x)[0], x)
-    torch.testing.assert_close(pull(cotangent(y))[0], expected.grads["x"])
-    torch.testing.assert_close(vmap(lambda x: made(x[None])[0][0])(x), expected.y)
-    each = vmap(grad(lambda x: made(x[None])[0].square().sum()))(x)
-    leaf = x.clone().requires_grad_()
-    torch.testing.assert_close(each, torch.autograd.grad(made(leaf)[0].square().sum(), leaf)[0])
 
 
 # -- long decays -------------------------------------------------------------------------------------------------------

@@ -38,17 +38,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
 
-class Apart(nn.Module):
-    """A module that does with its matrix what no primitive does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.shift = nn.Parameter(torch.eye(4) / 2), nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.matrix_exp(self.weight) + self.shift
-
-
 def test_any_module() -> None:
     options: dict[str, Any] = {"trainable": ["2/weight", "2/bias"], "step_scale": {"2/weight": 0.5}}
     layers = [make(ModuleLearner(net(), **options), form) for form in ("primal", "dual")]
@@ -57,9 +46,6 @@ def test_any_module() -> None:
     assert compare(*[run(layer, tokens(), grads=True) for layer in layers]) < BOUND
     by_depth = make(ModuleLearner(net(), step_scale=0.1)).learner  # type: ignore[call-arg]
     assert by_depth.step_scales == {"0/weight": 0.1, "0/bias": 0.1}
-    for given, read, form in (({"trainable": ["shift"]}, "inclusive", "auto"), ({"step_scale": {"weight": 0.1}}, "previous", "summed")):
-        apart = [make(ModuleLearner(Apart(), **given), one, read=read) for one in ("primal", form)]
-        assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
 
 
 class Own(Learner):
