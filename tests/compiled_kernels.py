@@ -1,28 +1,21 @@
-"""Registers, stack and shared memory of the Triton kernels, as compiled for sm_90; no GPU is needed.
+"""The Triton kernels as compiled for sm_90; no GPU is needed.
 
-    python tests/compiled_kernels.py >> results/gpu/compiled.md
     python tests/compiled_kernels.py shared                       # of ttt_linear, all shapes: hours of one core
     python tests/compiled_kernels.py shared 64,16,bfloat16        # d, b, type
 
-The first prints a row for every kernel of a forward and a backward pass with biases, token steps and final states, or of a
-decoding step in place, by head width, mini-batch and type. The second prints bytes, warps, and the bytes that `tuning` says
-it takes at most.
+prints for every kernel of a forward and a backward pass its warps, its bytes of shared memory, and the bytes that `tuning`
+says it takes at most.
 
 Not under TRITON_INTERPRET=1, which makes kernels that are interpreted: tests ask a process of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import os
-import re
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,7 +23,6 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from metattt.errors import MetaTTTError
@@ -38,34 +30,18 @@ from metattt.kernels.triton.device import SIZES, WIDTHS
 from metattt.kernels.ttt_linear import backward, forward, tuning
 from metattt.kernels.ttt_mlp.tuning import config
 
-SM_90, TARGET = 90, GPUTarget("cuda", 90, 32)
-SHARED_LIMIT = 232_448  # bytes of shared memory that a program may have on sm_90
-SHAPES = {"ttt_linear": ((32, 16), (64, 16), (128, 16), (64, 64)), "ttt_mlp": ((32, 16), (64, 16), (128, 16))}
+SM_90 = GPUTarget("cuda", 90, 32)
 
 
 # -- compiling without a device ----------------------------------------------------------------------------------------
 
 
 class Compiled(NamedTuple):
-    """A kernel as it was compiled.
-
-    Attributes:
-        name: of the kernel.
-        warps: per program.
-        registers: per thread.
-        stack: bytes per thread: what is spilled, and what is indexed.
-        spilled: bytes that are stored to the stack and loaded from it.
-        shared: bytes per program.
-        serialized: whether ptxas has made products of a warpgroup wait for each other (its remarks C7510 to C7514).
-    """
+    """A kernel as it was compiled: its warps, and bytes of shared memory per program."""
 
     name: str
     warps: int
-    registers: int
-    stack: int
-    spilled: int
     shared: int
-    serialized: bool
 
 
 def compiled(launch: Callable[[], object]) -> list[Compiled]:
@@ -84,24 +60,10 @@ def compiled(launch: Callable[[], object]) -> list[Compiled]:
         return found[-1]
 
     # as much of a driver as compiling asks for
-    driver = SimpleNamespace(get_current_target=lambda: TARGET, get_current_device=int, get_current_stream=lambda *_: 0)
+    driver = SimpleNamespace(get_current_target=lambda: SM_90, get_current_device=int, get_current_stream=lambda *_: 0)
     with patch.object(triton.runtime.driver, "_active", driver), patch.object(JITFunction, "run", compile_only):
         launch()
-        return [_examined(kernel) for kernel in found]
-
-
-def _examined(kernel: Any) -> Compiled:
-    """Assembles the kernel once more, as Triton did and with its options, which differ between versions, for what ptxas
-    says of it."""
-    backend, meta, told = make_backend(TARGET), kernel.metadata, io.StringIO()
-    options = backend.parse_options({name: value for name, value in meta._asdict().items() if name != "target"})
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(told):
-        triton.knobs.nvidia.dump_ptxas_log = True
-        backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
-    words = (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill (?:stores|loads)")
-    registers, stack, spilled = (sum(map(int, re.findall(one, told.getvalue()))) for one in words)
-    serialized = "are serialized" in told.getvalue()
-    return Compiled(meta.name, meta.num_warps, registers, stack, spilled, meta.shared, serialized)
+    return [Compiled(one.metadata.name, one.metadata.num_warps, one.metadata.shared) for one in found]
 
 
 # -- launches on tensors without memory --------------------------------------------------------------------------------
@@ -160,23 +122,6 @@ def decoding(name: str, d: int) -> list[Compiled]:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def print_table() -> None:
-    print(f"\n## Triton {triton.__version__}\n")
-    print("| operation | d | b | pass | kernel | warps | registers | stack, B | spilled, B | shared, B | products serialised |")
-    print("|---|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
-    makers: dict[str, Callable[[int, int], list[Compiled]]] = {"ttt_linear": linear, "ttt_mlp": mlp}
-    for name, make in makers.items():
-        rows = [((d, b, "both"), partial(make, d, b)) for d, b in SHAPES[name]]
-        rows += [((d, 16, "decoding"), partial(decoding, name, d)) for d in (64, 128)]
-        for (d, b, form), found in rows:
-            began = time.monotonic()
-            for one in found():
-                assert one.shared <= SHARED_LIMIT, one
-                told = f"{one.warps} | {one.registers} | {one.stack} | {one.spilled} | {one.shared:,}"
-                print(f"| {name} | {d} | {b} | {form} | {one.name} | {told} | {'yes' if one.serialized else 'no'} |", flush=True)
-            print(f"{name} {d} {b} {form}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-
 def print_shared(wanted: list[str]) -> None:
     shapes = itertools.product(WIDTHS, SIZES, ("float32", "bfloat16"))
     for each in wanted or [",".join(map(str, shape)) for shape in shapes]:
@@ -189,4 +134,4 @@ def print_shared(wanted: list[str]) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    print_shared(sys.argv[2:]) if sys.argv[1:2] == ["shared"] else print_table()
+    print_shared(sys.argv[2:])

@@ -19,11 +19,10 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import KernelEstimator, Linear
-from metattt.mixers.mamba2 import Mamba2
 from metattt.models import LanguageModel
 from metattt.models.published_config import PublishedConfig
 from metattt.optimizers import Append, GradientDescent
-from metattt.tasks import DecodedReconstruction, Reconstruction
+from metattt.tasks import Reconstruction
 
 
 @pytest.mark.parametrize("how", ["sum", "gate", "serial"])
@@ -39,26 +38,6 @@ def test_from_python(how: str) -> None:
     torch.testing.assert_close(torch.cat([y, layer(x[:, 5:], state)[0]], 1), layer(x)[0])
     model = LanguageModel(11, 8, 2, partial(copy.deepcopy, layer))
     assert model(torch.randint(11, (2, 5))).shape == (2, 5, 11)
-
-
-def layer_of(task: Reconstruction | DecodedReconstruction | None = None, dim: int = 8) -> TTTLayer:
-    return TTTLayer(dim, 2, task or Reconstruction(), Linear(), GradientDescent(4))
-
-
-def test_a_group_size_reaches_all_layers_inside() -> None:
-    mixer = Mamba2(8, 2, head_dim=4)
-    inner = Combined(8, layer_of(), mixer)
-    both = Combined(8, layer_of(), inner, group_size=3)
-    parts = (both, both.first, inner, inner.first, mixer)
-    assert [part.group_size for part in parts] == [3] * 5
-    both.group_size = 0
-    assert [part.group_size for part in parts] == [0] * 5
-    both.group_size = None  # leaves those of the layers
-    assert [part.group_size for part in parts] == [None, 0, 0, 0, 0]
-    for part in parts:
-        with pytest.raises(MetaTTTError, match=r"layer.group_size=-3 is not allowed: it must be at least 0"):
-            part.group_size = -3
-    assert mixer.group_size == 0
 
 
 def test_kept_on_disk(tmp_path: Path) -> None:

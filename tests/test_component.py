@@ -5,34 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from torch import nn
 
-from metattt.composition.signatures import constructor
 from metattt.errors import MetaTTTError
 from metattt.learners import Learner, Linear, Weight
 from metattt.optimizers import InnerOptimizer
 from metattt.setting import setting
-
-SOURCE = """
-from typing import Literal
-from metattt.learners import Learner
-from metattt.registry import register
-from metattt.setting import setting
-class Base(Learner, takes=("size", "norm")):
-    norm = True
-    kind: Literal["a", "b"] = setting(default="a")
-    size: int = setting()
-@register("learner", "declared_here")
-class Declared(Base):
-    kind = "b"
-@register("learner", "written_here")
-class Written(Base):
-    def __init__(self, size: int = 4): ...
-"""
 
 
 class Sized(Learner):
@@ -115,12 +96,3 @@ def test_a_constructor_of_ones_own_takes_what_every_learner_has() -> None:
     assert names(nn.Linear) and "trainable" not in names(InnerOptimizer)
     with pytest.raises(MetaTTTError, match="Late declares more, and inherits an __init__ that does not take them"):
         type("Late", (Mine,), {"more": setting(default=1)})
-
-
-def test_settings_are_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "declared_settings.py").write_text(SOURCE + "raise RuntimeError('it was run')\n")
-    found = {one.name: one.default for one in constructor("declared_settings", "Declared")}
-    none = {"trainable": None, "step_scale": None}
-    assert found == {"size": inspect.Parameter.empty, "kind": "b", "norm": True} | none
-    assert {one.name: one.default for one in constructor("declared_settings", "Written")} == {"size": 4} | none

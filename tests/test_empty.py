@@ -43,8 +43,8 @@ LAYERS: dict[str, Callable[[], TTTLayer]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
 def test_an_empty_batch(name: str, masked: bool) -> None:
     layer = LAYERS[name]()
     x, flags = torch.randn(0, 9, 16, requires_grad=True), torch.ones(0, 9, dtype=torch.bool)

@@ -20,7 +20,6 @@ from metattt.optional import DISTRIBUTIONS, MissingExtra, absence, need
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRA = ("train", "images", "text", "hf", "eval", "sweep", "loggers")
 LIBRARIES = (
     "PIL", "accelerate", "datasets", "huggingface_hub", "joblib", "lightning", "lm_eval", "matplotlib", "mlflow", "optuna",
     "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "submitit", "tensorboard", "timm", "tokenizers",
@@ -152,18 +151,6 @@ def calls() -> Iterator[tuple[Path, str, str]]:
 
 def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[^\w-]", line, maxsplit=1)[0].lower() for line in requirements}
-
-
-def test_the_extra_that_is_named_brings_the_library() -> None:
-    extras = PROJECT["optional-dependencies"]
-    named = set()
-    for file, library, extra in calls():
-        named.add(DISTRIBUTIONS.get(library, library).lower())
-        assert DISTRIBUTIONS.get(library, library).lower() in names(extras[extra]), (file, library, extra)
-    given = set().union(*(names(extras[extra]) for extra in EXTRA))
-    assert given - named == {"webdataset", "accelerate"}  # timm asks for it, for data.dataset=wds/...; Trainer
-    assert extras["all"] == [f"metattt[{','.join(EXTRA)}]"]
-    assert not given & names(PROJECT["dependencies"])
 
 
 def test_every_library_that_is_imported_is_declared() -> None:

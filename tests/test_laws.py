@@ -134,26 +134,3 @@ def test_forms_agree_on_a_random_layer(seed: int) -> None:
         other = run(layer, x, cuts, grads=True)
         assert compare(other, primal) <= BOUND, layer.optimizer
         assert state_distance(layer, other.state, primal.state) <= BOUND, layer.optimizer
-
-
-@pytest.mark.parametrize("gates", ["a", "b", "k", "abk"])
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"mini_batch_size": 5, "compute_chunk": 2, "read": "exclusive"},
-        {"mini_batch_size": 4, "anchor": "batch", "compute_chunk": 3},
-        {"mini_batch_size": 4, "anchor": "online"},
-        {"mini_batch_size": 4, "read": "previous"},
-    ],
-    ids=["exclusive", "batch", "online", "previous"],
-)
-def test_gates_are_exact_for_carried_weights_and_momentum(rule: dict[str, Any], gates: str) -> None:
-    spec = Specimen(Linear, Reconstruction, lambda: GatedRule(gates, True, **rule))
-    x = torch.randn(2, 15, 8, dtype=torch.float64)
-    primal, dual = spec.make(form="primal"), spec.make(form="dual")
-    whole = run(primal, x, grads=True)
-    for cuts in ([], [2, 3, 9], list(range(1, 15))):
-        for layer in (primal, dual):
-            parts = run(layer, x, cuts, grads=True)
-            assert compare(parts, whole) <= BOUND, (layer.form, cuts)
-            assert state_distance(layer, parts.state, whole.state) <= BOUND, (layer.form, cuts)

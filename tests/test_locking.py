@@ -1,6 +1,5 @@
 """The lock of a folder: one holder, none that is dead, and one line for whoever comes second."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -50,26 +49,6 @@ def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
     with FolderLock(tmp_path, "a test"):
         assert f"process {os.getpid()}" in refused(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_does_not_hold_it(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    lock, done = FolderLock(tmp_path, "a test"), context.Event()
-    lock.acquire()
-    child = context.Process(target=done.wait, args=(30,))
-    child.start()
-    assert "in use" in refused(tmp_path)
-    lock.release()
-    with FolderLock(tmp_path, "a test"):  # the child lives
-        assert child.is_alive()
-    done.set()
-    child.join()
-    with FolderLock(tmp_path, "a test") as lock:
-        child = context.Process(target=lock.release)  # not its own to give back
-        child.start()
-        child.join()
-        assert "in use" in refused(tmp_path)
 
 
 def test_what_cannot_be_locked_is_one_line(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from metattt.composition.compose import build
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice
 from metattt.layer import TTTLayer
-from metattt.measures.flops import flops_of_layer
 from metattt.testing.specimen import Run, compare, cotangent, distance, gradients, randomize
 
 PASSES = ("forward + backward", "forward")
@@ -98,13 +96,10 @@ class Layers:
                 say(f"{title}: timing {len(left)} ways at T = {length}")
                 call, x = (self._training if title == PASSES[0] else self._inference), self._tokens(length)
                 seconds = in_turn({way: partial(call, layer, x) for way, layer in left.items()}, self.rounds)
-                rate = self._rate()
                 for (name, form), took in seconds.items():
                     row: Row = {"layer": name, "form": form, "pass": title, "T": length}
                     row |= summary(took).columns("ms", 1000)
-                    least = self._products(left[name, form], length) * (3 if title == PASSES[0] else 1) / rate
-                    row |= {"tokens/s": self.batch * length / summary(took).median}
-                    tables["Time"].append(row | {"products": least / summary(took).median})
+                    tables["Time"].append(row | {"tokens/s": self.batch * length / summary(took).median})
                 self._compare(title, length, seconds, tables)
                 left = {
                     way: layer for way, layer in left.items()
@@ -115,9 +110,7 @@ class Layers:
             f"B = {self.batch}, D = {self.dim}, {self.num_heads} heads, {str(self.dtype)[6:]} operands, "
             f"{self.rounds} rounds in turn, projections included. What takes more than {self.limit:g} s is left out of "
             f"longer sequences. {given}{ATTENTION}: four projections and `F.scaled_dot_product_attention`. "
-            "Ratios are made round by round. `products`: the share of the time that the matrix products of a forward pass, "
-            "or three times these with the backward one, take at the rate of a large product in this process; masked "
-            "parts of a product count as well, so that attention may be above 1."
+            "Ratios are made round by round."
         )
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return Report("Whole layers", text, tables, checks, shown)
@@ -157,16 +150,6 @@ class Layers:
     def _inference(self, layer: nn.Module, x: Tensor) -> None:
         with torch.inference_mode():
             self._outputs(layer, x)
-
-    def _rate(self) -> float:
-        """Operations a second of a product of 1,024 x 1,024 (CPU) or 8,192 x 8,192 (GPU) numbers, the best of five."""
-        side = 1024 if self.at.type == "cpu" else 8192
-        a = torch.randn(side, side, device=self.at, dtype=self.dtype)
-        return 2 * side**3 / min(in_turn({"product": lambda: a @ a}, 5)["product"])
-
-    def _products(self, layer: nn.Module, length: int) -> int:
-        """Operations of the products of a forward pass, as the generic forms have them."""
-        return self.batch * flops_of_layer(copy.deepcopy(layer).to("meta"), length, self.dim)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The arithmetic of docs/scaling.md: `python docs/scripts/scaling.py` writes results/scaling.json, where the page's numbers come from.
 
-Bytes of messages are measured (results/cpu/time_parallel.json, by an earlier benchmark); what is assumed stands in
+Bytes of messages are measured (results/cpu/time_parallel.json, by `python benchmarks/speed.py time_parallel`); what is assumed stands in
 `ASSUMED`, and in the file.
 """
 

@@ -1,5 +1,5 @@
-"""Launches of the Triton operations: which one is chosen, and what it takes of a card as Triton compiles it for an H100. No device is
-needed."""
+"""Launches of the Triton operations: which one is chosen, and what it takes of a card as Triton compiles it for an H100.
+No device is needed."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ def test_ttt_linear_takes_no_more_shared_memory_than_said(compiling: Callable[..
 
 @pytest.mark.slow
 def test_ttt_mlp_takes_no_more_shared_memory_than_said(compiling: Callable[..., Any]) -> None:
-    """The largest shape that is accepted."""
+    """The largest shape that is accepted; and a step of decoding."""
     most, d, b = max((tuning.shared_bytes(*shape), *shape) for shape in SHAPES if tuning.shared_bytes(*shape) <= SHARED_MEMORY)
     assert max(kernel.shared for kernel in compiling(compiled_kernels.mlp, d, b)) <= most
+    for op in ("ttt_linear", "ttt_mlp"):
+        assert all(0 < one.shared <= SHARED_MEMORY for one in compiling(compiled_kernels.decoding, op, 64))
 
 
 def test_what_does_not_fit_is_refused() -> None:

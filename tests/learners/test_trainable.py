@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import FastWeights, Learner, Linear, ModuleLearner, Weight
@@ -79,11 +78,3 @@ def test_kernels_leave_both_alone() -> None:
             make(Linear(**options), "fused")
     assert make(Linear()).form == "fused"
     assert make(Linear(step_scale={"w1": 1.0})).form == "fused"  # type: ignore[call-arg]
-
-
-def test_overrides() -> None:
-    size = ("dim=8", "num_heads=2")
-    layer = build("layer=ttt_mlp", *size, "learner.trainable=[w2,b2]", "learner.step_scale={w2: 0.5}")
-    assert (list(layer.learner.init), layer.learner.step_scales) == (["w2", "b2"], {"w2": 0.5})
-    assert build("layer=ttt_mlp", *size, "learner.step_scale=0.5").learner.step_scales == {"w1": 0.5, "b1": 0.5}
-    assert build("layer=lact", *size, "learner.trainable=[w1]").learner.init.keys() == {"w1"}

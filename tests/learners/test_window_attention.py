@@ -55,14 +55,6 @@ def test_the_state_stops_growing_at_the_window(sinks: int) -> None:
             other(torch.randn(2, 1, DIM, dtype=torch.float64), state)
 
 
-def test_autocast_keeps_positions() -> None:
-    layer = metattt.build("layer=window_attention", "learner.window=4", "learner.sinks=1", "dim=8", "num_heads=4")
-    x = torch.randn(2, 13, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = in_pieces(layer, x, [6, 7])
-    torch.testing.assert_close(found.float(), layer(x)[0], rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize("layer", ["delta_net", "nearest", "attention"])
 def test_grouped_heads_equal_copied_heads(layer: str) -> None:
     """As if the projections of k and v held each group's rows once for every head."""
