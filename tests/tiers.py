@@ -42,7 +42,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
         "[ttt_mlp-carried=True-documents=(18,5)]",
         "[ttt_mlp-length=17-batch=2-heads=2-tau=shared-layout=fused]",
     ),
-    "kernels/test_triton_operations.py::test_decoding": ("-32-True-shared]",),
     "kernels/test_triton_operations.py::test_operators_pass": (),
     "kernels/test_on_gpu.py::test_a_layer_through_the_triton_operation": ("[linear-True-shared]",),
     "test_export.py": ("[ttt_linear]", "[attention]", "[gated_delta_net]", "sizes_of_a_loop"),

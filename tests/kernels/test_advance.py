@@ -119,7 +119,11 @@ def check(kind: str, x: MiniBatches, phase: int | Tensor, update: Weights | None
                 (96, 384, 16, False, "per_head"), (128, 64, 8, True, "shared"),
             )
         ),
-        *((f"{kind}, triton", 32, 128, *sizes) for kind in NATIVE for sizes in ((8, True, "none"), (16, False, "per_head"))),
+        *(
+            (f"{kind}, triton", d, 4 * d, *sizes)
+            for kind in NATIVE
+            for d, *sizes in ((32, 8, True, "none"), (64, 16, True, "shared"), (96, 16, False, "per_head"))
+        ),
     ],
 )  # fmt: skip
 def test_one_token(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str, own: bool) -> None:

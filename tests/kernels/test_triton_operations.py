@@ -68,39 +68,6 @@ def test_what_is_rounded_does_not_grow(op: str) -> None:
     assert errors[-1] < 2 * errors[0] < 0.02
 
 
-@pytest.mark.parametrize(
-    ("d", "bias", "tau"), [(32, True, "shared"), (64, True, "heads"), (96, False, "heads"), (128, True, "shared")]
-)
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_decoding_goes_on_from_places_of_their_own(op: str, d: int, bias: bool, tau: str) -> None:
-    """Sequences that were read to different places, token by token over the end of a mini-batch."""
-    b, starts, count = 8, (0, 3, 6, 7), 4
-    case = Case(op, length=12, b=b, d=d, batch=4, heads=2 if d == 32 else 1, bias=bias, tau=tau)
-    operation, (given, _) = OPERATIONS[op], draw(case)
-
-    def read(n: int, first: int, last: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        tokens = {name: given[name][n : n + 1, :last] for name in TOKENS}
-        o, state = operation.naive(**(given | tokens), mini_batch_size=b, output_final_state=True)
-        return o[:, first:], state
-
-    def joined(states: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
-        """Without the parts of a bias that is not there, which are zero or None."""
-        parts = zip(*states, strict=True)
-        return [torch.cat(x).float().contiguous() if bias or not at % 2 else None for at, x in enumerate(parts)]
-
-    state, outputs = joined([read(n, 0, start)[1] for n, start in enumerate(starts)]), []
-    norm, steps = [given[name].float() for name in ("norm_scale", "norm_bias")], given["tau"].float()
-    for j in range(count):
-        places = torch.tensor(starts, device=DEVICE) + j
-        token = [given[name][torch.arange(4), places].float() for name in TOKENS]
-        with launches(case):
-            outputs.append(operation.decode(*token, *state, *norm, tau=steps, phase=places % b))
-    expected = [read(n, start, start + count) for n, start in enumerate(starts)]
-    errors = [relative(torch.stack(outputs, 1), torch.cat([o for o, _ in expected]))]
-    errors += [relative(x, y.double()) for x, y in zip(state, joined([s for _, s in expected]), strict=True) if x is not None]
-    assert len(errors) == 1 + len(operation.weights) * (1 + bias) and max(errors) < 1e-5
-
-
 # -- what torch and its users rely on ----------------------------------------------------------------------------------
 
 
@@ -185,13 +152,3 @@ def refused(call: Callable[..., Any], given: Given, changes: dict[str, Any], mes
 @pytest.mark.parametrize(("op", "changes", "sizes", "message"), REFUSED)
 def test_errors_say_what_is_wrong(op: str, changes: dict[str, Any], sizes: dict[str, Any], message: str) -> None:
     refused(OPERATIONS[op].run, small(op, **sizes), changes, message)
-
-
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_errors_of_decoding(op: str) -> None:
-    given, names = small(op), OPERATIONS[op].weights
-    given |= {name: given[name][:, 0] for name in TOKENS} | {name: given[name][None] for name in names}
-    given |= {f"update_{name}": torch.zeros_like(given[name]) for name in names} | {"phase": torch.zeros(1, dtype=torch.int64)}
-    update = f"update_{names[0]}"
-    for name, wrong in (("phase", torch.zeros(3, dtype=torch.int64)), (update, half(update)), (names[0], half("q"))):
-        refused(OPERATIONS[op].decode, given, {name: wrong}, f"{name} has shape")
