@@ -74,6 +74,9 @@ RULES: dict[str, Any] = {
     "Adam": lambda: Adam(4, base_lr=0.02),
     "InnerSteps": lambda: GradientDescent(4, read="previous", steps=2),
     "FinalReads": lambda: GradientDescent(4, read="final", steps=2),
+    # What an open mini-batch has added counts, whichever call has added it.
+    "Clipped": lambda: GradientDescent(4, base_lr=0.3, max_norm=0.15),
+    "ClippedTokenSteps": lambda: GradientDescent(4, base_lr=0.3, max_norm=0.15, token_steps="shared"),
     "Append": lambda: Append(write="shared", decay="retnet", levels=4),
 }
 for _base, _made in ((LearnerConformance, LEARNERS), (TaskConformance, TASKS), (OptimizerConformance, RULES)):

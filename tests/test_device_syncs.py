@@ -107,17 +107,6 @@ def model_on(device: str, layer: str, form: str = "auto") -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("read", ["item", "nonzero", "mask", "cpu", "equal", "if"])
-@devices
-def test_a_read_is_seen(device: str, read: str) -> None:
-    x = torch.ones(3, device=device)
-    with pytest.raises((ReadBack, RuntimeError)), nothing_read_back(device):
-        {
-            "item": lambda: x.sum().item(), "nonzero": x.nonzero, "mask": lambda: x[x > 0], "cpu": x.cpu,
-            "equal": lambda: torch.equal(x, x.clone()), "if": lambda: bool((x > 0).all()),
-        }[read]()  # fmt: skip
-
-
 CASES = [*((layer, "auto") for layer in LAYERS), ("ttt_linear", "fused"), ("ttt_mlp", "fused")]
 
 

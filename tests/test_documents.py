@@ -242,25 +242,6 @@ def test_numbers_are_those_of_the_results() -> None:
     assert marks > 40
 
 
-def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
-    numbers = script("scripts", "numbers")
-    (tmp_path / "results").mkdir()
-    table = {"tables": {"Time": [{"way": "a", "ms": 1.26}]}}
-    (tmp_path / "results/x.json").write_text(json.dumps(table))
-    (tmp_path / "results/x.md").write_text("all 12 runs were the same\n")
-
-    def said(text: str) -> list[str]:
-        return list(numbers.checked(text, tmp_path))
-
-    for column, number, problems in (("ms", "1.3 ms", 0), ("ms * 1000", "1,260 µs", 0), ("ms", "1.2 ms", 1), ("s", "1.3 ms", 1)):
-        assert len(said(f"<!-- results/x.json :: Time :: way=a :: {column} -->{number}")) == problems, number
-    assert said("<!-- results/x.md :: all {} runs -->12 runs") == []
-    assert len(said("<!-- results/x.md :: all {} runs -->13 runs")) == 1
-    bare = "It takes 12 ms, and `13 ms` in code.\n\n| way | time (ms) |\n|---|---|\n| a | 1.3 |\n"
-    assert len(list(numbers.unmarked("p.md", bare, []))) == 2
-    assert list(numbers.unmarked("p.md", bare, [("p.md", "takes 12"), ("p.md", r"\| a")])) == []
-
-
 def test_the_arithmetic_of_scaling_is_that_of_its_script() -> None:
     scaling = script("scripts", "scaling")
     written = json.loads((ROOT / scaling.RESULT).read_text(encoding="utf-8"))

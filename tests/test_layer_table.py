@@ -1,4 +1,4 @@
-"""Every known layer, as configured: against what its published equations gave, and the laws it obeys.
+"""Every known layer, as configured: against what its published equations gave, against the oracle, and the laws it obeys.
 
 `golden/known_layers.json` has, by overrides, random projections and norms of outputs and of every gradient, as plain loops
 over tokens gave them, each written from the layer's publication; the layer agreed with its loop to 2e-12. Of MTTT and
@@ -13,8 +13,10 @@ import sys
 import zlib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from metattt.composition.compose import compose
 from metattt.measures.inner_steps import inner_losses
 from metattt.testing import LAWS, NotApplicable, Specimen
 from metattt.testing.report import specimen_of
-from metattt.testing.specimen import gradients
+from metattt.testing.specimen import Run, compare, cotangent, gradients
 
 GOLDEN: dict[str, dict[str, list[float]]] = json.loads((Path(__file__).parent / "golden/known_layers.json").read_text())
 BOUND = 1e-9  # relative, float64
@@ -105,6 +107,21 @@ def test_inner_losses_are_those_of_the_published_code() -> None:
 def specimen(row: str, style: str) -> Specimen:
     given = (f"layer={row}", f"block_style={style}", "dim=8", "num_heads=2", *SMALL.get(row, []))
     return specimen_of(compose(*given, job="check"))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_equals_the_oracle(row: str) -> None:
+    """With everything that is published around the rule: convolutions, norms, gates."""
+    layer = specimen(row, "published").make()
+    x = draw("x", 2, min(2 * layer.optimizer.mini_batch_size + 3, 15), 8)
+
+    def through(function: Any) -> Run:
+        tokens = x.clone().requires_grad_()
+        y: Tensor = function(tokens)
+        return Run(y.detach(), None, gradients(layer, tokens, (y * cotangent(y)).sum()))  # type: ignore[arg-type]
+
+    expected = through(lambda tokens: oracle.outputs(layer, [oracle.Call(tokens)])[0])
+    assert compare(through(lambda tokens: layer(tokens)[0]), expected) < BOUND
 
 
 @pytest.mark.parametrize("law", ["forms", "splits", "causality", "masks", "packing", "round_trips"])

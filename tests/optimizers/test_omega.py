@@ -14,7 +14,6 @@ from metattt.learners import MLP, FastWeights
 from metattt.optimizers import BlockMomentum, GradientDescent, InnerOptimizer, Momentum
 from metattt.state import Context, Tensors
 from metattt.tasks import Views, WindowViews
-from metattt.testing.laws import forms, masks, packing, splits
 from metattt.testing.specimen import Run, Specimen, compare, run
 
 BOUND = 1e-9
@@ -73,9 +72,3 @@ def test_pairs_in_another_order_are_as_many_pairs() -> None:
     )
     assert compare(plain, shuffled) < BOUND
     assert few < 0.8 * many
-
-
-@pytest.mark.parametrize("law", [forms, splits, masks, packing], ids=lambda law: law.__name__)
-def test_laws(law: Callable[[Specimen], float]) -> None:
-    """Windows end where a document does, and go on over calls and padding."""
-    assert law(Specimen(MLP, window, RULES["descent"])) <= BOUND

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from metattt import optimizers
+from metattt import build, optimizers
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Linear
@@ -227,6 +227,23 @@ def test_settings_that_come_too_late() -> None:
     layer.optimizer.steps = 2
     with pytest.raises(MetaTTTError, match=r"optimizer\.steps=2 .* would show queries the future"):
         layer(x)
+
+
+def test_token_steps_are_those_of_the_numbers_that_are_there() -> None:
+    """They are kept while decoding; `.data` changes a parameter without a trace."""
+    layer = build("ttt_linear", dim=8, num_heads=2)
+    rule, x = layer.optimizer, torch.randn(1, 20, 8)
+    with torch.no_grad():
+        before, (y, _) = rule.token_steps(), layer(x)
+        assert rule.token_steps() is before
+        rule.token_step_offset.data += 1
+        after, (z, _) = rule.token_steps(), layer(x)
+        assert (after > before).all() and not torch.equal(y, z)
+        rule.token_step_map = "relu"
+        assert torch.equal(rule.token_steps(), 1 / torch.arange(1, 17) + rule.token_step_offset)
+        layer.double()
+        assert rule.token_steps().dtype == torch.float64
+    assert rule.token_steps().requires_grad
 
 
 # -- parts that do not hand on what they must -------------------------------------------------------------------------
