@@ -70,5 +70,3 @@ def test_a_configuration_chooses_both_directions() -> None:
     assert sum(isinstance(module, Bidirectional) for module in images.modules()) == len(images.blocks)
     with pytest.raises(MetaTTTError, match=r"Bidirectional declares causal = False.*direction=forward"):
         instantiate_model(compose("direction=both", "dim=16", "num_heads=2", job="train"))
-    with pytest.raises(MetaTTTError, match=r"direction=left is not allowed: choose from forward, both"):
-        metattt.build("direction=left", dim=16)

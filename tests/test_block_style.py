@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 import metattt
 from metattt.composition.compose import compose
-from metattt.errors import MetaTTTError
 
 SIZE = ("dim=8", "num_heads=2")
 FLA_EPS = 1e-6  # what the models of flash-linear-attention give their layers' norms
@@ -63,5 +62,3 @@ def test_initial_values_of_projections() -> None:
         for linear in (layer.task.q, layer.task.k, layer.task.v, layer.gate, layer.out):
             assert linear.weight.std().item() == pytest.approx(std, rel=0.03)
         assert layer.optimizer.lr_weight.std().item() == pytest.approx(0.02, rel=0.2)  # a gate is no projection
-    with pytest.raises(MetaTTTError, match=r"layer\.init=orthogonal"):
-        metattt.build(*wide, "layer.init=orthogonal")

@@ -48,23 +48,15 @@ def test_the_command_line_refuses_to_train_it(choice: str, tmp_path: Path, capsy
     assert not (output / "metrics.csv").exists()
 
 
-def test_a_checkpoint_of_one_is_refused_by_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_one_is_refused(tmp_path: Path) -> None:
     choice = "layer=mttt_mlp"
-    cfg = compose(*TINY, choice, f"data.path={tmp_path / 'a.txt'}", "data.context_length=16")
-    (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
+    cfg = compose(*TINY, choice, "data.context_length=16")
     model = LanguageModel(257, 16, 2, lambda: build(choice, "dim=16", "num_heads=2"), causal=False)
     content = {RECORD: make_record(cfg), "global_step": 1}
     weights = {f"model.{name}": x for name, x in model.state_dict().items()}
     write_checkpoint(tmp_path / "checkpoints" / "step-00000001", content | {"state_dict": weights})
     with pytest.raises(MetaTTTError, match="must not see it"):
         load_model(tmp_path)
-    for command in (
-        ["eval", f"checkpoint={tmp_path}", "device=cpu"],
-        ["generate", f"checkpoint={tmp_path}", "prompt=a", "device=cpu"],
-        ["train", f"init_from={tmp_path}", *TINY, choice, f"data.path={tmp_path / 'a.txt'}", f"output_dir={tmp_path / 'run'}"],
-    ):
-        assert main(command) == 2
-        assert "must not see it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", known_layers())
