@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from mini_batches import given_of, inputs, like, part, poisoned
 from torch import Tensor
 
-from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu import native
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
-from metattt.optimizers.base import Gates
-from metattt.tasks.base import Views
 
 NATIVE: dict[str, Any] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
 KERNELS = NATIVE | {"linear, triton": TTTLinearOnGPU(), "mlp, triton": TTTMLPOnGPU()}
@@ -157,31 +155,6 @@ def test_every_sequence_at_a_place_of_its_own(kind: str, phases: list[int], own:
     if 0 in phases:
         check(kind, x._replace(tokens=x.tokens.map(lambda t: t[:1]), weights={n: w[:1] for n, w in x.weights.items()}),
               torch.tensor([0]), None, own)  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", NATIVE)
-def test_any_strides(kind: str) -> None:
-    x = given(kind, n=3, tau="per_head")
-    t = x.tokens
-    views = Views(
-        t.k.mT.contiguous().mT,  # rows are not contiguous
-        t.v[:1].expand(2, -1, -1, -1),
-        torch.cat([t.q, t.q], -1)[..., 16:],  # rows with gaps
-    )
-    tokens = Tokens(views, Gates(t.gates.eta[..., :1].expand(-1, -1, 3)))
-    weights = {name: w[:1].expand_as(w) for name, w in x.weights.items()}
-    update = {name: w.transpose(-1, -2).contiguous().transpose(-1, -2) for name, w in x.weights.items()}
-    slow = {name: w.T.contiguous().T for name, w in x.slow.items()}
-    assert x.tau is not None
-    odd = x._replace(tokens=tokens, weights=weights, slow=slow, tau=torch.stack([x.tau, x.tau], -1)[..., 0])
-    before = copy.deepcopy(weights)
-    y, w, _ = written_out(odd, update, torch.tensor([13, 13]))
-    for own in (False, True):
-        found, after, _ = KERNELS[kind].advance(odd, update, 13, own)
-        close(found, y)
-        for name, value in after.items():
-            close(value, w[name])
-            assert torch.equal(weights[name], before[name])  # where memory is shared, even what is given up is copied
 
 
 @pytest.mark.parametrize("kind", KERNELS)
