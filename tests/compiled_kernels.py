@@ -3,8 +3,8 @@
     python tests/compiled_kernels.py shared                       # of ttt_linear, all shapes: hours of one core
     python tests/compiled_kernels.py shared 64,16,bfloat16        # d, b, type
 
-prints for every kernel of a forward and a backward pass its warps, its bytes of shared memory, and the bytes that `tuning`
-says it takes at most.
+prints for every kernel of a forward and a backward pass its warps, its bytes of shared memory, and the bytes that
+`tuning` says it takes at most.
 
 Not under TRITON_INTERPRET=1, which makes kernels that are interpreted: tests ask a process of their own.
 """

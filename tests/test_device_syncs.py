@@ -110,9 +110,10 @@ def model_on(device: str, layer: str, form: str = "auto") -> LanguageModel:
 CASES = [*((layer, "auto") for layer in LAYERS), ("ttt_linear", "fused"), ("ttt_mlp", "fused")]
 
 
-@pytest.mark.parametrize(
-    ("layer", "form", "documents"), [*((*case, number % 2 == 0) for number, case in enumerate(CASES)), ("ttt_linear", "auto", False)]
-)
+TRAINED = [(*case, number % 2 == 0 or case[1] == "fused") for number, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("layer", "form", "documents"), [*TRAINED, ("ttt_linear", "auto", False)])
 @devices
 def test_a_training_step(device: str, layer: str, form: str, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches with padding, and with several documents in a window: loss, statistics, clipping and the optimizer's step."""
@@ -144,6 +145,20 @@ def test_a_training_step(device: str, layer: str, form: str, documents: bool, mo
     assert all(isinstance(value, Tensor) for value in logged.values())  # Lightning would send numbers to the device, and wait
     assert logged["lr"].device.type == logged["step"].device.type == "cpu"
     assert loss.device.type == logged["train/loss"].device.type == device
+
+
+@pytest.mark.parametrize("layer", ["ttt_linear", "titans"])
+@devices
+def test_padding_that_the_host_knows(device: str, layer: str) -> None:
+    """A mask and documents whose flags stay on the host: one layout for all layers, made there."""
+    model = model_on(device, layer)
+    ids = torch.randint(8, 40, (2, 37), device=device)
+    mask, reset = torch.ones(2, 37, dtype=torch.bool), torch.zeros(2, 37, dtype=torch.bool)
+    mask[0, :5] = False
+    reset[1, 20] = True
+    with nothing_read_back(device):
+        logits = model(ids, mask, reset)
+    assert logits.shape == (2, 37, 40)
 
 
 @pytest.mark.parametrize(("layer", "form"), CASES)

@@ -377,7 +377,9 @@ def made(learner: Learner, rule: InnerOptimizer) -> TTTLayer:
     return layer
 
 
-@pytest.mark.parametrize("masks", [("11 11", "00 10", "1101 1111"), ("1111111 1111100",)], ids=["a call of padding", "cut"])
+@pytest.mark.parametrize(
+    "masks", [("11 11", "00 10", "1101 1111"), ("1111111 1111100",)], ids=["a call of padding", "cut"]
+)
 @pytest.mark.parametrize("rule", [
     lambda: GradientDescent(3, read="final", steps=2),
     lambda: Momentum(3, read="final", steps=2, anchor="batch"),

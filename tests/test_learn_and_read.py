@@ -79,6 +79,18 @@ def test_learned_then_read_is_a_call(name: str) -> None:
             torch.testing.assert_close(found, expected[:, :, t - 1 : t], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["log_linear_mamba2", "log_linear_gated_delta_net"])
+def test_reading_is_learning_with_a_weight_of_zero(name: str) -> None:
+    layer, x, asked = build(name), tokens(7), tokens(1)
+    state = layer.learn(x)
+    ctx = layer.call(asked, state).ctx
+    views, gates, *_ = layer.tokens(asked, state, ctx)
+    ones, decay = torch.ones_like(gates.write), None if gates.decay is None else 0 * gates.decay
+    inert = gates._replace(write=0 * ones, keep=ones, decay=decay)
+    expected, _ = layer.learner.scan(views, state.learner, ctx, inert)
+    torch.testing.assert_close(layer.answers(views, gates, state, ctx), expected)
+
+
 def test_a_window_moves_on_with_the_place() -> None:
     """A query three tokens behind the last one sees as many fewer of them; sinks stay."""
     layer = build("window_attention", "learner.window=4", "learner.sinks=1", "task.rope=none")
@@ -116,6 +128,20 @@ def test_padding_and_the_state(name: str) -> None:
         torch.testing.assert_close(found[one, mask[one]], alone[0], rtol=1e-10, atol=1e-12)
     for now, then in zip(tensors(state), before, strict=True):
         assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("name", ["titans_mag", "titans_mal", "lact_block"])
+def test_layers_of_two(name: str) -> None:
+    """Both read. Beside the answers of one, the output depends on what the other has learned."""
+    layer, x, asked = build(name), tokens(2 * B), tokens(B)
+    state = layer.learn(x)
+    plain = layer.read(asked, state)
+    for which in ("first", "second"):
+        other = layer.learn(x.flip(1))
+        assert not torch.allclose(layer.read(asked, state._replace(**{which: getattr(other, which)})), plain)
+    if name == "titans_mal":
+        one = layer.first.read(asked, state.first)
+        torch.testing.assert_close(plain, layer.second.read(one, state.second))
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,9 @@ CALLS += [
     (lambda: state().to(torch.bfloat16), "float32 or wider"),
     (lambda: layer()(X, state(phase=None, pos=IDS[:, 0].int())), "the state"),
     (lambda: layer(rule=GradientDescent(4, read="final"))(X, reset=torch.eye(2, 5).bool()), "read=final"),
-    (lambda: metattt.build("layer=gsa", "optimizer.channels=0", dim=8, num_heads=2)(X), "set optimizer.channels"),
-    (lambda: metattt.build("layer=gated_oja", "optimizer.channels=3", dim=8, num_heads=2)(X), "optimizer.channels=head_dim"),
+    *((lambda given=given: metattt.build(*given.split(), dim=8, num_heads=2)(X), message) for given, message in (
+        ("layer=gsa optimizer.channels=0", "set optimizer.channels"),
+        ("layer=gated_oja optimizer.channels=3", "optimizer.channels=head_dim"))),
     (lambda: setattr(layer(), "learner", Linear()), "was made together"),
     (lambda: made(learner=layer().learner), "already belongs"),
     # a model's call

@@ -218,7 +218,7 @@ def test_states_of_models_move_and_are_selected(name: str) -> None:
 
 def test_the_state_of_a_model_of_other_layers() -> None:
     class Recurrent(torch.nn.GRU):
-        def forward(self, x: Tensor, state: Any = None, mask: Any = None, reset: Any = None) -> Any:  # type: ignore[override]
+        def forward(self, x: Tensor, state: Any = None, mask: Any = None, reset: Any = None) -> Any:  # type: ignore
             y, last = super().forward(x, None if state is None else state[0].transpose(0, 1).contiguous())
             return y, [last.transpose(0, 1)]
 

@@ -19,7 +19,7 @@ from metattt.cli import main
 from metattt.composition.compose import build, compose
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
-from metattt.inner.causality import declared, found_out
+from metattt.inner.causality import Causality, declared, found_out
 from metattt.layer import TTTLayer
 from metattt.learners import Linear
 from metattt.models.language_model import LanguageModel
@@ -110,6 +110,18 @@ def test_a_layer_that_does_not_declare_it_is_found_out(layer: Callable[[], nn.Mo
     with pytest.raises(MetaTTTError, match="does not declare causal = False"):
         model(layer)
     model(layer, causal=False)
+
+
+def test_an_attribute_that_differs_is_another_layer() -> None:
+    class Switch(Module):
+        def __init__(self, future: bool):
+            super().__init__(lambda x: x + x.mean(1, keepdim=True) if self.future else x.cumsum(1))
+            self.future = future
+
+    checked = Causality()
+    checked.check(Switch(False), 8)
+    with pytest.raises(MetaTTTError):
+        checked.check(Switch(True), 8)
 
 
 def test_a_layer_that_cannot_run_here_is_left_to_its_own_message() -> None:

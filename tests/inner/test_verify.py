@@ -101,3 +101,17 @@ def test_methods_and_hooks_added_later_are_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     layer.learner.forward = lambda w, x: torch.tanh(Linear.forward(layer.learner, w, x))  # type: ignore
     assert layer.form == "dual"
+
+
+def test_a_parameter_that_is_no_attribute_keeps_its_derivative() -> None:
+    """Squared error as long as a tensor from outside is 1: no kernel may take it, and lose what trains the tensor."""
+    outside = nn.Parameter(torch.ones(8))
+
+    class Outside(Reconstruction):
+        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+            return 0.5 * ((prediction - v).square() * outside.to(v.dtype)).sum(-1)
+
+    layer = TTTLayer(16, 2, Outside(), Linear(), GradientDescent(4))
+    assert not layer.plan.kernels
+    layer(torch.randn(2, 8, 16))[0].square().sum().backward()
+    assert outside.grad is not None and outside.grad.any()

@@ -14,7 +14,7 @@ from mini_batches import given_of, inputs, like, part, poisoned
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.cpu import native
+from metattt.kernels.cpu import native, native_advance
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
@@ -169,6 +169,17 @@ def test_nothing_is_read_that_was_not_written(kind: str, monkeypatch: pytest.Mon
         for own in (False, True):
             found = KERNELS[kind].advance(*copy.deepcopy((made, m)), phase, own)
             assert not any(t.isnan().any() for t in (found[0], *found[1].values(), *(found[2] or {}).values()))
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_threads_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = given(kind, n=4, batch=5)
+    expected = KERNELS[kind].advance(x, None, 0, False)
+    monkeypatch.setattr(native_advance, "SMALLEST_SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    found = KERNELS[kind].advance(x, None, 0, False)
+    assert torch.equal(found[0], expected[0]) and found[2] is not None and expected[2] is not None
+    assert all(torch.equal(found[2][name], m) for name, m in expected[2].items())
 
 
 @pytest.mark.parametrize("kind", NATIVE)

@@ -79,6 +79,12 @@ def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batche
     assert graphs == [[f"metattt.{name}.default"], [f"metattt.{name}_backward.default"]] * 3
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_exported_layer_has_none(name: str) -> None:
+    """Its program runs where this package is not installed."""
+    assert nodes(torch.export.export(small(name), (torch.randn(2, 37, 32),)).module()) == []
+
+
 def test_the_fused_form_is_not_exported() -> None:
     layer = metattt.build("layer=ttt_linear", "dim=32", "num_heads=2", "layer.form=fused", seed=0)
     with pytest.raises(MetaTTTError, match=r"not under torch\.export.*set layer\.form=auto"):

@@ -157,6 +157,26 @@ def check(layer: TTTLayer, covered: list[Kernel], taken: set[str]) -> None:
 # -- what a user sees --------------------------------------------------------------------------------------------------
 
 
+def test_a_subclass_that_changes_the_function_is_not_covered() -> None:
+    class Scaled(Linear):
+        def forward(self, w: Any, x: Tensor) -> Tensor:
+            return 2 * super().forward(w, x)
+
+    class Renamed(Linear):
+        """The same function."""
+
+    class Twice(GradientDescent):
+        def commit(self, memory: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+            return super().commit(super().commit(memory, filled), 0)
+
+    def form(learner: Any, rule: Any) -> str:
+        return TTTLayer(8, 2, Reconstruction(), learner, rule).form
+
+    assert form(Scaled(), GradientDescent(4)) == "dual"
+    assert form(Renamed(), GradientDescent(4)) == "fused"
+    assert form(Linear(), Twice(4)) == "dual"
+
+
 def test_fused_or_an_error() -> None:
     with pytest.raises(MetaTTTError, match=r"has no kernel for this combination .*read=exclusive.*layer.form=auto"):
         build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.read=exclusive", "layer.form=fused")

@@ -1,5 +1,5 @@
-"""Launches of the Triton operations: which one is chosen, and what it takes of a card as Triton compiles it for an H100.
-No device is needed."""
+"""Launches of the Triton operations: which one is chosen, and what it takes of a card as Triton compiles it for an
+H100. No device is needed."""
 
 from __future__ import annotations
 

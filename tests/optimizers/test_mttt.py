@@ -1,5 +1,5 @@
-"""A whole call as one mini-batch: what it refuses to carry on, and steps on random parts of it. (What MTTT's layers compute:
-`test_layer_table`.)"""
+"""A whole call as one mini-batch: what it refuses to carry on, and steps on random parts of it. (What MTTT's layers
+compute: `test_layer_table`.)"""
 
 from __future__ import annotations
 

@@ -32,6 +32,15 @@ def test_equals_the_loop_of_the_oracle(row: str, length: int) -> None:
         torch.testing.assert_close(g, other[name], rtol=1e-10, atol=1e-12 * max(1, g.norm().item()), msg=name)
 
 
+@pytest.mark.parametrize("row", ["kda", "gla", "pkda", "gated_oja", "gka"])
+def test_heads_of_another_width(row: str) -> None:
+    """Two heads of four features, beside a model of twelve."""
+    layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=2", "layer.of_heads=3").double()
+    x = torch.randn(2, 21, 12, dtype=torch.float64)
+    first, state = layer(x[:, :8])
+    torch.testing.assert_close(torch.cat([first, layer(x[:, 8:], state)[0]], 1), layer(x)[0], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("case", [
     ("efla", "task.short_conv=null", "task.feature_map=identity"),
     ("gka", "learner.chunk=2"),  # ‖H‖ has no derivative at 0, and no ridge is left

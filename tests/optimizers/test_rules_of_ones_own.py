@@ -32,7 +32,7 @@ task = partial(Reconstruction, normalize_qk=True)
 
 
 class Own(InnerOptimizer):
-    """Gates by their letters: α, β, κ of a head, w factors of weights, d decays of channels. It says nothing of itself."""
+    """Gates by their letters: α, β, κ of a head, w factors of weights, d decays of channels. It declares nothing."""
 
     names = ""
 
