@@ -18,7 +18,7 @@ from typing import Any
 from common import exit_code, settings
 from comparisons.cells import Runner
 from comparisons.comparison import Claim, Row
-from comparisons.curves import inner_loss, latency, position
+from comparisons.curves import inner_loss, position
 from comparisons.rows import rows
 from comparisons.sequences import in_context, recall
 from omegaconf import OmegaConf
@@ -30,8 +30,7 @@ from metattt.locking import locked
 
 CONFIGS = Path(__file__).with_name("configs")
 KINDS: dict[str, Callable[[Claim, Runner], Report]] = {
-    "rows": rows, "position": position, "inner_loss": inner_loss, "latency": latency, "recall": recall,
-    "in_context": in_context,
+    "rows": rows, "position": position, "inner_loss": inner_loss, "recall": recall, "in_context": in_context,
 }  # fmt: skip
 OF_A_SIZE = ("minutes", "rows", "overrides", "evaluate", "seeds", "learning_rates", "conditions")
 OF_ALL = ("kind", "title", "asked", "rows", "overrides", "sizes", "objective", "lower_is_better", "options")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from pathlib import Path
@@ -23,8 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are impo
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = {name: [f"layer={name}", "model.num_layers=1"] for name in ("ttt_linear", "ttt_mlp", "delta_net", "attention")}
-if "blocks" in inspect.signature(LanguageModel.__init__).parameters:  # stacks of different layers
-    LAYERS["hybrid"] = ["model.blocks=[ttt_mlp,attention]", "model.num_layers=2"]
+LAYERS["hybrid"] = ["model.blocks=[ttt_mlp,attention]", "model.num_layers=2"]
 PUBLISHED = "linear_mamba"  # of the golden vectors
 
 

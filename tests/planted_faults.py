@@ -1,6 +1,6 @@
 """Faults that a programmer could make, planted one at a time: which test finds each.
 
-    python tests/planted_faults.py [name ...] [--tests PATH ...] [--tier first|all] [--tree FOLDER]
+    python tests/planted_faults.py [name ...] [--tests PATH ...] [--tier first|all]
 
 The faults are in `tests/planted/*.yaml`, by name:
 
@@ -8,7 +8,6 @@ The faults are in `tests/planted/*.yaml`, by name:
     file    of the package, relative to `metattt/`
     old     text that stands there once
     new     what takes its place
-    was     the same three for an older commit, where they differ; `none` where it has no such place
     hints   words in the paths of the test files that are asked first, each with `::` and an expression of `pytest -k`
 
 Each fault goes into a copy of the tree in a temporary folder, whose tests run with one thread until one fails: those that
@@ -73,11 +72,9 @@ def faults() -> dict[str, dict[str, Any]]:
 
 
 def edit_for(fault: dict[str, Any], tree: Path) -> Edit | None:
-    """The edit that fits a tree: the present one, or that of an older commit."""
-    was = fault.get("was")
-    places = [fault] + ([{**fault, **was}] if isinstance(was, dict) else [])
-    edits = [Edit(one["file"], one["old"], one["new"]) for one in places]
-    return next((one for one in edits if one.fits(tree)), None)
+    """None: the old text does not stand there once."""
+    edit = Edit(fault["file"], fault["old"], fault["new"])
+    return edit if edit.fits(tree) else None
 
 
 class Suite:
@@ -187,15 +184,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="of faults; none: all")
     parser.add_argument("--tests", nargs="+", help="these test files and no hints")
     parser.add_argument("--tier", choices=("first", "all"), default="first")
-    parser.add_argument("--tree", type=Path, default=HERE.parent, help="the checkout")
     parser.add_argument("--rest", action="store_true", help="after the hints all other files of the tier")
-    parser.add_argument("--column", choices=COLUMNS, help="of results/planted_faults.md, to write into")
+    parser.add_argument("--column", choices=("all", "first"), help="of results/planted_faults.md, to write into")
     parser.add_argument("--check", action="store_true", help="only look whether every old text stands there once")
     chosen = parser.parse_args()
     known = faults()
     if unknown := [name for name in chosen.names if name not in known]:
         parser.error(f"no faults of these names: {', '.join(unknown)}")
-    tree, missing, found = chosen.tree.resolve(), 0, dict[str, str]()
+    tree, missing, found = HERE.parent, 0, dict[str, str]()
 
     def tell(name: str, text: str) -> None:
         print(f"{name} · {text}", flush=True)
@@ -215,9 +211,8 @@ def main() -> int:
         for name in chosen.names or known:
             edit = edit_for(known[name], tree)
             if edit is None:
-                gone = known[name].get("was") == "none"
-                missing += not gone
-                tell(name, "no such place" if gone else "the old text does not stand there once")
+                missing += 1
+                tell(name, "the old text does not stand there once")
             elif suite is not None:
                 look(name, edit)
         while suite is not None and (tests := sorted(set(found.values()) - {""})):

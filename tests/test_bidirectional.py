@@ -60,16 +60,6 @@ def test_padding_and_documents(name: str) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(alone, x)[0])
 
 
-def test_what_it_does_not_take() -> None:
-    both, x = make(), tokens()
-    with pytest.raises(MetaTTTError, match="takes no state"):
-        both(x, both.layer(x)[1])
-    with pytest.raises(MetaTTTError, match=r"a Linear of dim=None: it must be a TTTLayer.* of dim=16"):
-        Bidirectional(16, torch.nn.Linear(16, 16))
-    with pytest.raises(MetaTTTError, match="of dim=8: it must be"):
-        Bidirectional(16, metattt.build("layer=ttt_linear", "dim=8", "num_heads=2"))
-
-
 def test_a_configuration_chooses_both_directions() -> None:
     """Of a layer, and of those of a model; what predicts the next token refuses it."""
     torch.manual_seed(0)
@@ -80,5 +70,3 @@ def test_a_configuration_chooses_both_directions() -> None:
     assert sum(isinstance(module, Bidirectional) for module in images.modules()) == len(images.blocks)
     with pytest.raises(MetaTTTError, match=r"Bidirectional declares causal = False.*direction=forward"):
         instantiate_model(compose("direction=both", "dim=16", "num_heads=2", job="train"))
-    with pytest.raises(MetaTTTError, match=r"direction=left is not allowed: choose from forward, both"):
-        metattt.build("direction=left", dim=16)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import metattt
 from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
@@ -20,42 +19,10 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import KernelEstimator, Linear
-from metattt.measures.inner_health import inner_health
-from metattt.mixers.mamba2 import Mamba2
 from metattt.models import LanguageModel
 from metattt.models.published_config import PublishedConfig
 from metattt.optimizers import Append, GradientDescent
-from metattt.tasks import DecodedReconstruction, Reconstruction
-from metattt.testing.specimen import randomize
-
-B = 4  # tokens a mini-batch
-SMALL = {
-    "lact_block": (f"optimizer.mini_batch_size={B}", "layer.first.learner.window=3"),
-    "titans_mag": (f"optimizer.mini_batch_size={B}", "layer.first.learner.window=3"),
-    "titans_mal": (f"optimizer.mini_batch_size={B}", "layer.second.learner.window=3"),
-}
-
-
-def make(name: str, *overrides: str) -> Combined:
-    layer = metattt.build(f"layer={name}", "dim=8", "num_heads=2", *SMALL[name], *overrides).double()
-    randomize(layer)
-    assert isinstance(layer, Combined)
-    return layer
-
-
-@pytest.mark.parametrize(("name", "looked_at"), [("lact_block", []), ("titans_mag", [0, 1])])
-def test_its_inner_loop_is_looked_at_where_its_views_are_its_own(name: str, looked_at: list[int]) -> None:
-    sizes = ("dim=16", "num_heads=2", "model.num_layers=2", "model.ffn_dim=16", "model.vocab_size=31")
-    model = instantiate_model(compose(*sizes, f"layer={name}", *SMALL[name], job="language_model"))
-    assert list(inner_health(model, lambda: model(torch.randint(31, (2, 22))))) == looked_at
-
-
-def test_shared_projections_are_there_once() -> None:
-    layer = make("lact_block")
-    names = {name for name, _ in layer.named_parameters()}
-    assert {"first.task.q.weight", "first.task.k.weight", "first.task.v.weight", "out.weight"} < names
-    there = ("second.task.q.", "second.task.k.", "second.task.v.", "first.out", "second.out")
-    assert not [name for name in names if name.startswith(there)]
+from metattt.tasks import Reconstruction
 
 
 @pytest.mark.parametrize("how", ["sum", "gate", "serial"])
@@ -71,26 +38,6 @@ def test_from_python(how: str) -> None:
     torch.testing.assert_close(torch.cat([y, layer(x[:, 5:], state)[0]], 1), layer(x)[0])
     model = LanguageModel(11, 8, 2, partial(copy.deepcopy, layer))
     assert model(torch.randint(11, (2, 5))).shape == (2, 5, 11)
-
-
-def layer_of(task: Reconstruction | DecodedReconstruction | None = None, dim: int = 8) -> TTTLayer:
-    return TTTLayer(dim, 2, task or Reconstruction(), Linear(), GradientDescent(4))
-
-
-def test_a_group_size_reaches_all_layers_inside() -> None:
-    mixer = Mamba2(8, 2, head_dim=4)
-    inner = Combined(8, layer_of(), mixer)
-    both = Combined(8, layer_of(), inner, group_size=3)
-    parts = (both, both.first, inner, inner.first, mixer)
-    assert [part.group_size for part in parts] == [3] * 5
-    both.group_size = 0
-    assert [part.group_size for part in parts] == [0] * 5
-    both.group_size = None  # leaves those of the layers
-    assert [part.group_size for part in parts] == [None, 0, 0, 0, 0]
-    for part in parts:
-        with pytest.raises(MetaTTTError, match=r"layer.group_size=-3 is not allowed: it must be at least 0"):
-            part.group_size = -3
-    assert mixer.group_size == 0
 
 
 def test_kept_on_disk(tmp_path: Path) -> None:

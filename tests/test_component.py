@@ -5,36 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from metattt.composition.signatures import constructor
 from metattt.errors import MetaTTTError
 from metattt.learners import Learner, Linear, Weight
 from metattt.optimizers import InnerOptimizer
-from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
-
-SOURCE = """
-from typing import Literal
-from metattt.learners import Learner
-from metattt.registry import register
-from metattt.setting import setting
-class Base(Learner, takes=("size", "norm")):
-    norm = True
-    kind: Literal["a", "b"] = setting(default="a")
-    size: int = setting()
-@register("learner", "declared_here")
-class Declared(Base):
-    kind = "b"
-@register("learner", "written_here")
-class Written(Base):
-    def __init__(self, size: int = 4): ...
-"""
 
 
 class Sized(Learner):
@@ -117,44 +96,3 @@ def test_a_constructor_of_ones_own_takes_what_every_learner_has() -> None:
     assert names(nn.Linear) and "trainable" not in names(InnerOptimizer)
     with pytest.raises(MetaTTTError, match="Late declares more, and inherits an __init__ that does not take them"):
         type("Late", (Mine,), {"more": setting(default=1)})
-
-
-def test_settings_are_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "declared_settings.py").write_text(SOURCE + "raise RuntimeError('it was run')\n")
-    found = {one.name: one.default for one in constructor("declared_settings", "Declared")}
-    none = {"trainable": None, "step_scale": None}
-    assert found == {"size": inspect.Parameter.empty, "kind": "b", "norm": True} | none
-    assert {one.name: one.default for one in constructor("declared_settings", "Written")} == {"size": 4} | none
-
-
-class Scaled(SequenceLayer):
-    """A layer with settings; its modules follow from them."""
-
-    causal = True
-    factor: float = setting(default=2.0, above=0)
-    group_size: int | None = setting(default=None, kw_only=True, least=0)
-
-    def create_modules(self) -> None:
-        self.scale = nn.Parameter(torch.full((self.dim,), self.factor))
-
-    def run(self, x: Tensor, state: Any, packing: Any = None, donate_state: bool = False) -> tuple[Tensor, Any]:
-        return self.scale * x, state
-
-
-class Tripled(Scaled):
-    def __init__(self, dim: int):
-        super().__init__(dim, factor=3.0)
-
-
-def test_a_layer_declares_its_settings() -> None:
-    x = torch.ones(1, 2, 4)
-    assert names(Scaled) == ["dim", "factor", "group_size"] and names(Tripled) == ["dim"]
-    for layer, factor in ((Scaled(4), 2), (Scaled(4, 0.5), 0.5), (Tripled(4), 3)):
-        for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            assert torch.equal(one(x)[0], factor * x)
-    for given, message in (({"dim": 0}, "dim=0 is not allowed"), ({"factor": 0}, "layer.factor=0 is not allowed: it must be positive")):
-        with pytest.raises(MetaTTTError, match=message):
-            Scaled(**{"dim": 4, **given})  # type: ignore[arg-type]
-    with pytest.raises(MetaTTTError, match="group_size=true is not allowed: it must be an integer"):
-        Scaled(4).group_size = True

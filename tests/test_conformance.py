@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,45 +39,49 @@ from metattt.testing import (
 from metattt.testing.conformance import published_task
 from metattt.testing.report import specimen_of
 
+# -- parts of the package ----------------------------------------------------------------------------------------------
 
-class TestLinear(LearnerConformance):
-    make = staticmethod(lambda: Linear())
-
-
-class TestMLP(LearnerConformance):
-    make = staticmethod(lambda: MLP(depth=3, expansion=1.5, activation="silu"))
-
-
-class TestSwiGLU(LearnerConformance):
-    make = staticmethod(lambda: SwiGLU(1.5))
-
-
-class TestConvolution(LearnerConformance):
-    make = staticmethod(lambda: Convolution("tokens", channels=1))
-
-
-class TestWindow(LearnerConformance):
-    make = staticmethod(lambda: KernelEstimator(window=3, sinks=2, bias=True, learn_init=True))
-
-
-class TestKernelRidge(LearnerConformance):
-    make = staticmethod(KernelRidge)
-
-
-class TestRecurrentRidge(LearnerConformance):
-    make = staticmethod(lambda: RecurrentRidge(chunk=3))
-
-
-class TestExactRidge(LearnerConformance):
-    make = staticmethod(lambda: RecurrentRidge("exact", chunk=4, residual=True, norm=True))
-
-
-class TestChebyshevRidge(LearnerConformance):
-    make = staticmethod(lambda: ChebyshevRidge(chunk=4, residual=True, norm=True))
-
-
-class TestLogLinear(LearnerConformance):
-    make = staticmethod(lambda: LogLinear("delta", chunk=4, residual=True, norm=True))
+LEARNERS: dict[str, Any] = {
+    "Linear": Linear,
+    "MLP": lambda: MLP(depth=3, expansion=1.5, activation="silu"),
+    "SwiGLU": lambda: SwiGLU(1.5),
+    "Convolution": lambda: Convolution("tokens", channels=1),
+    "Window": lambda: KernelEstimator(window=3, sinks=2, bias=True, learn_init=True),
+    "KernelRidge": KernelRidge,
+    "RecurrentRidge": lambda: RecurrentRidge(chunk=3),
+    "ExactRidge": lambda: RecurrentRidge("exact", chunk=4, residual=True, norm=True),
+    "ChebyshevRidge": lambda: ChebyshevRidge(chunk=4, residual=True, norm=True),
+    "LogLinear": lambda: LogLinear("delta", chunk=4, residual=True, norm=True),
+}
+TASKS: dict[str, Any] = {
+    "Reconstruction": lambda: Reconstruction(bias=True, feature_map="elu", normalize_qk=True),
+    # A delta above most errors: at each kink that rounding crosses a second derivative flips, so bf16 gradients are off
+    # by the square root of the share of crossings, whatever the code does.
+    "ReconstructionFromNoise": lambda: Reconstruction(
+        "shared_qk", rope="full", corruption="noise", loss="huber", huber_delta=3.0, conv_width=3
+    ),
+    "GroupedHeads": lambda: Reconstruction(kv_heads=1, qk_norm=True, rope="full", corruption="noise", seed=1),
+    "LaCTViews": lambda: LaCTViews(rope_heads=1, qk_norm=True),
+    "NextToken": lambda: NextToken(views="shared_qk", rope="full", corruption="mask", corruption_rate=0.3),
+}
+RULES: dict[str, Any] = {
+    "GradientDescent": lambda: GradientDescent(4, lr="shared", token_steps="per_head", compute_chunk=3),
+    "Momentum": lambda: Momentum(4, base_lr=0.5, nesterov=True, decay="per_head", decay_to_init=True),
+    "GatedDelta": lambda: Momentum(4, "online", base_lr=0.5, momentum="none", decay="mamba2", gradient_at="decayed"),
+    # Newton-Schulz lifts small singular values of a step up to 480-fold (3.4445^5), and their rounding with them.
+    "OrthogonalMomentum": lambda: BlockMomentum(4, base_lr=0.5, orthogonalize=True, row_norm=True, pool="gates"),
+    # While it is young, its step is almost the sign of the gradient: where that is near zero, rounding turns it around.
+    "Adam": lambda: Adam(4, base_lr=0.02),
+    "InnerSteps": lambda: GradientDescent(4, read="previous", steps=2),
+    "FinalReads": lambda: GradientDescent(4, read="final", steps=2),
+    # What an open mini-batch has added counts, whichever call has added it.
+    "Clipped": lambda: GradientDescent(4, base_lr=0.3, max_norm=0.15),
+    "ClippedTokenSteps": lambda: GradientDescent(4, base_lr=0.3, max_norm=0.15, token_steps="shared"),
+    "Append": lambda: Append(write="shared", decay="retnet", levels=4),
+}
+for _base, _made in ((LearnerConformance, LEARNERS), (TaskConformance, TASKS), (OptimizerConformance, RULES)):
+    for _name, _make in _made.items():
+        globals()[f"Test{_name}"] = type(f"Test{_name}", (_base,), {"make": staticmethod(_make)})
 
 
 class Gently(LearnerConformance):
@@ -99,68 +103,6 @@ class TestNestedTTT(Gently):
     def make() -> Learner:
         parts = {"task": Reconstruction(), "learner": Linear(), "optimizer": GradientDescent(2)}
         return NestedTTT(partial(TTTLayer, num_heads=1, **parts))
-
-
-class TestReconstruction(TaskConformance):
-    make = staticmethod(lambda: Reconstruction(bias=True, feature_map="elu", normalize_qk=True))
-
-
-class TestReconstructionFromNoise(TaskConformance):
-    # A delta above most errors: at each kink that rounding crosses a second derivative flips, so bf16 gradients are off
-    # by the square root of the share of crossings, whatever the code does.
-    make = staticmethod(
-        lambda: Reconstruction(
-            "shared_qk", rope="full", corruption="noise", loss="huber", huber_delta=3.0, conv_width=3
-        )
-    )
-
-
-class TestGroupedHeads(TaskConformance):
-    make = staticmethod(lambda: Reconstruction(kv_heads=1, qk_norm=True, rope="full", corruption="noise", seed=1))
-
-
-class TestLaCTViews(TaskConformance):
-    make = staticmethod(lambda: LaCTViews(rope_heads=1, qk_norm=True))
-
-
-class TestNextToken(TaskConformance):
-    make = staticmethod(lambda: NextToken(views="shared_qk", rope="full", corruption="mask", corruption_rate=0.3))
-
-
-class TestGradientDescent(OptimizerConformance):
-    make = staticmethod(lambda: GradientDescent(4, lr="shared", token_steps="per_head", compute_chunk=3))
-
-
-class TestMomentum(OptimizerConformance):
-    make = staticmethod(lambda: Momentum(4, base_lr=0.5, nesterov=True, decay="per_head", decay_to_init=True))
-
-
-class TestGatedDelta(OptimizerConformance):
-    make = staticmethod(
-        lambda: Momentum(4, "online", base_lr=0.5, momentum="none", decay="mamba2", gradient_at="decayed")
-    )
-
-
-class TestOrthogonalMomentum(OptimizerConformance):
-    # Newton-Schulz lifts small singular values of a step up to 480-fold (3.4445^5), and their rounding with them.
-    make = staticmethod(lambda: BlockMomentum(4, base_lr=0.5, orthogonalize=True, row_norm=True, pool="gates"))
-
-
-class TestAdam(OptimizerConformance):
-    # While it is young, its step is almost the sign of the gradient: where that is near zero, rounding turns it around.
-    make = staticmethod(lambda: Adam(4, base_lr=0.02))
-
-
-class TestInnerSteps(OptimizerConformance):
-    make = staticmethod(lambda: GradientDescent(4, read="previous", steps=2))
-
-
-class TestFinalReads(OptimizerConformance):
-    make = staticmethod(lambda: GradientDescent(4, read="final", steps=2))
-
-
-class TestAppend(OptimizerConformance):
-    make = staticmethod(lambda: Append(write="shared", decay="retnet", levels=4))
 
 
 class TestRows(Conformance):

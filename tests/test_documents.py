@@ -242,28 +242,6 @@ def test_numbers_are_those_of_the_results() -> None:
     assert marks > 40
 
 
-def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
-    numbers = script("scripts", "numbers")
-    (tmp_path / "results").mkdir()
-    table = {"tables": {"Time": [{"way": "a", "ms": 1.26}, {"way": "b", "ms": "92.6 ± 3.5"}]}}
-    (tmp_path / "results/x.json").write_text(json.dumps(table))
-    (tmp_path / "results/x.md").write_text("all 12 runs were the same\n")
-
-    def said(text: str) -> list[str]:
-        return list(numbers.checked(text, tmp_path))
-
-    cell = "<!-- results/{}.json :: {} :: way={} :: {} -->{}"
-    right = [("x", "Time", "a", "ms", "1.3 ms"), ("x", "Time", "b", "ms", "93 %"), ("x", "Time", "a", "ms * 1000", "1,260 µs")]
-    wrong = [("x", "Time", "a", "ms", "1.2 ms"), ("x", "Time", "c", "ms", "1.3 ms"), ("x", "Time", "a", "s", "1.3 ms"),
-             ("x", "Tme", "a", "ms", "1.3 ms"), ("y", "Time", "a", "ms", "1.3 ms"), ("x", "Time", "a", "ms", "")]  # fmt: skip
-    assert [said(cell.format(*one)) for one in right] == [[]] * 3 and said("<!-- results/x.md :: all {} runs -->12 runs") == []
-    assert [len(said(cell.format(*one))) for one in wrong] == [1] * 6 and len(said("<!-- results/x.md :: all {} runs -->13 runs")) == 1
-    bare = "It takes 12 ms, and `13 ms` in code.\n\n| way | time (ms) |\n|---|---|\n| a | 1.3 |\n"
-    bare += "| b | <!-- results/x.json :: T :: a=b :: c -->2 |\n"
-    assert len(list(numbers.unmarked("p.md", bare, []))) == 2
-    assert list(numbers.unmarked("p.md", bare, [("p.md", "takes 12"), ("p.md", r"\| a")])) == []
-
-
 def test_the_arithmetic_of_scaling_is_that_of_its_script() -> None:
     scaling = script("scripts", "scaling")
     written = json.loads((ROOT / scaling.RESULT).read_text(encoding="utf-8"))

@@ -16,7 +16,6 @@ from metattt.catalog.known_layers import known_layers
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
-from metattt.models import LanguageModel
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
 
@@ -63,13 +62,6 @@ def test_an_exported_layer(name: str) -> None:
         check(program, layer(tokens), tokens, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["ttt_linear", "attention"])
-def test_an_exported_language_model(name: str) -> None:
-    model = LanguageModel(11, 16, 1, partial(metattt.build, f"layer={name}", "dim=16", "num_heads=2"))
-    ids = torch.randint(11, (2, 9))
-    check(torch.export.export(model, (ids,)).module(), model(ids), ids)
-
-
 @pytest.mark.parametrize("name", ["ttt_linear", "nested_transformer"])
 def test_an_exported_layer_can_be_trained(name: str) -> None:
     layer, x = LAYERS[name](), torch.randn(2, 9, 16)
@@ -104,8 +96,3 @@ def test_open_sizes_of_a_loop_are_refused(axis: int) -> None:
 def test_strict_export_is_refused_where_it_cannot_follow(name: str) -> None:
     with pytest.raises(Exception, match=r"torch.export\(strict=True\) cannot trace the gradients inside a layer"):
         torch.export.export(build(name), (torch.randn(2, 9, 16),), strict=True)
-
-
-def test_a_layer_that_solves_exports_strictly() -> None:
-    layer, x = build("gated_delta_net"), torch.randn(2, 9, 16)
-    check(torch.export.export(layer, (x,), strict=True).module(), layer(x), x)

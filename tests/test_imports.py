@@ -111,15 +111,6 @@ def test_arrows_are_those_of_the_table() -> None:
     assert strangers == []
 
 
-def test_a_circle_is_seen(tmp_path: Path) -> None:
-    for name, text in (("a", "try:\n    from sample import b\nexcept ImportError: ..."), ("b", "class X:\n    import sample.a")):
-        (tmp_path / "sample").mkdir(exist_ok=True)
-        (tmp_path / "sample" / f"{name}.py").write_text(text)
-    assert circle(imports(tmp_path / "sample"))
-    (tmp_path / "sample" / "b.py").write_text("def f():\n    import sample.a")
-    assert not circle(imports(tmp_path / "sample"))
-
-
 def test_lines_and_files_are_short() -> None:
     """Lines have 120 characters at most; files 400 lines, except kernels, which are one function each."""
     for file in sorted(PACKAGE.rglob("*.py")):

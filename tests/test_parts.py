@@ -18,15 +18,7 @@ from metattt.composition.compose import load_components
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, Weight
-from metattt.optimizers import (
-    Adam,
-    BlockMomentum,
-    GradientDescent,
-    InnerOptimizer,
-    Momentum,
-    Sign,
-    WholeSequence,
-)
+from metattt.optimizers import BlockMomentum, GradientDescent, InnerOptimizer, Momentum, WholeSequence
 from metattt.registry import REGISTERED
 from metattt.tasks import DecodedReconstruction, Reconstruction
 from metattt.testing.specimen import Specimen, compare, run
@@ -65,17 +57,6 @@ class Half(Linear):
             self.refusals -= 1
             raise MetaTTTError("not yet")
         return self
-
-
-def test_a_part_that_refuses_is_as_before() -> None:
-    learner = ModuleLearner(nn.Linear(8, 8))
-    given = learner.module
-    with pytest.raises(MetaTTTError, match="cannot run"):
-        learner.setup(2, 4, 4)
-    assert learner.module is given and not learner.belongs and not learner.init and given.weight is not None
-    assert learner.setup(2, 8, 8).belongs
-    with pytest.raises(MetaTTTError, match="already belongs"):
-        learner.setup(2, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -153,37 +134,6 @@ def test_parts_are_made_on_one_device(name: str) -> None:
     assert torch.equal(*outputs)
 
 
-# -- rates -------------------------------------------------------------------------------------------------------------
-
-RULES: dict[str, Callable[[float], InnerOptimizer]] = {
-    "gradient_descent": lambda rate: GradientDescent(4, base_lr=rate, token_steps="shared"),
-    "online": lambda rate: GradientDescent(4, "online", base_lr=rate),
-    "momentum": lambda rate: Momentum(4, base_lr=rate, lr="constant"),
-    "block_momentum": lambda rate: BlockMomentum(4, base_lr=rate),
-    "sign": lambda rate: Sign(4, base_lr=rate),
-    "adam": lambda rate: Adam(4, base_lr=rate),
-    "whole": lambda rate: WholeSequence(2, base_lr=rate),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rate_of_zero_learns_nothing_and_a_negative_one_climbs(rule: str) -> None:
-    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
-    outputs = {}
-    for rate in (-0.05, 0.0, 0.05):
-        made = layer(RULES[rule](rate), Linear(residual=False, norm=False), output_norm=False)
-        y, state = made(x)
-        y.sum().backward()
-        assert all(p.grad is None or p.grad.isfinite().all() for p in made.parameters())
-        outputs[rate] = y.detach()
-        if rate == 0 and "commit" in state.weights:
-            assert all(
-                torch.equal(w, made.learner.init[name].expand_as(w)) for name, w in state.weights["commit"].items()
-            )
-    up, down = outputs[-0.05] - outputs[0.0], outputs[0.05] - outputs[0.0]
-    assert up.norm() > 0 and (up * down).sum() < 0
-
-
 # -- parts of one's own, with a slip -----------------------------------------------------------------------------------
 
 
@@ -221,15 +171,6 @@ def mine(base: type, name: str = "", value: Any = None, call: str = "after") -> 
     return type("Mine", (base,), {"__init__": __init__})()
 
 
-@pytest.mark.parametrize("base", [Linear, GradientDescent])
-def test_a_forgotten_super_is_said(base: type) -> None:
-    with pytest.raises(MetaTTTError, match=r"Mine.__init__ sets 'k' before super\(\).__init__\(\)"):
-        mine(base, "k", nn.Linear(2, 2), call="never")
-    parts = [mine(kind, call="never") if kind is base else kind() for kind in (Reconstruction, Linear, GradientDescent)]
-    with pytest.raises(MetaTTTError, match=r"Mine.__init__ does not call super\(\).__init__\(\)"):
-        TTTLayer(8, 2, *parts)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("base", "name", "call"),
     [(Linear, "init", "before"), (Linear, "belongs", "after"), (Reconstruction, "loss", "after"), (GradientDescent, "slots", "before")],
@@ -240,22 +181,6 @@ def test_a_name_that_the_base_class_uses(base: type, name: str, call: str) -> No
             mine(base, name, value, call)
     with pytest.raises(MetaTTTError, match="'init', which Learner has for its own use"):
         type("Mine", (Linear,), {"init": "xavier"})
-
-
-@pytest.mark.parametrize(
-    "how", [lambda w, x: w.linear(x, "ww"), lambda w, x: w.scale(x, "ww"), lambda w, x: x * w["ww"]]
-)
-def test_a_misspelt_weight(how: Callable[[FastWeights, Tensor], Tensor]) -> None:
-    learner = type("Mine", (Numbers,), {"forward": lambda self, w, x: how(w, x)})()
-    with pytest.raises(MetaTTTError, match=r"declares no weight 'ww': it has w, c, g. Did you mean 'w'\?"):
-        layer(GradientDescent(4), learner)
-
-
-@pytest.mark.parametrize("name", ["keys", "a.b"])
-def test_a_weight_whose_name_torch_does_not_allow(name: str) -> None:
-    learner = type("Mine", (Numbers,), {"weights": lambda self, d_in, d_out: {name: Weight((d_in, d_out))}})()
-    with pytest.raises(MetaTTTError, match=f"Mine names a weight '{name}', which torch does not allow"):
-        layer(GradientDescent(4), learner)
 
 
 class Averaged(Numbers):

@@ -20,16 +20,7 @@ from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate, sample
 from metattt.generation.text import generate_text
 from metattt.layer import TTTLayer
-from metattt.learners import (
-    MLP,
-    KernelEstimator,
-    KernelRidge,
-    Learner,
-    Linear,
-    NestedTTT,
-    RecurrentRidge,
-    Transformer,
-)
+from metattt.learners import MLP, KernelEstimator, KernelRidge, Learner, Linear, NestedTTT, RecurrentRidge, Transformer
 from metattt.models.language_model import LanguageModel
 from metattt.optimizers import (
     Adam,
@@ -46,8 +37,6 @@ from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.registry import REGISTERED, register
 from metattt.state import State
 from metattt.tasks import DecodedReconstruction, Reconstruction
-
-LINEAR_MAP = partial(Linear, residual=False, norm=False, bias=False)
 
 
 def layer(learner: Learner | None = None, rule: InnerOptimizer | None = None, task: Any = None, dim: int = 8) -> TTTLayer:
@@ -166,6 +155,11 @@ CALLS += [
         lambda: state(task={"conv": X}))),
     (lambda: layer()(X[:1], state()), "the state is for 2 sequences, x holds 1"),
     (lambda: state().to(torch.bfloat16), "float32 or wider"),
+    (lambda: layer()(X, state(phase=None, pos=IDS[:, 0].int())), "the state"),
+    (lambda: layer(rule=GradientDescent(4, read="final"))(X, reset=torch.eye(2, 5).bool()), "read=final"),
+    *((lambda given=given: metattt.build(*given.split(), dim=8, num_heads=2)(X), message) for given, message in (
+        ("layer=gsa optimizer.channels=0", "set optimizer.channels"),
+        ("layer=gated_oja optimizer.channels=3", "optimizer.channels=head_dim"))),
     (lambda: setattr(layer(), "learner", Linear()), "was made together"),
     (lambda: made(learner=layer().learner), "already belongs"),
     # a model's call
@@ -236,6 +230,12 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=mamba block_style=plain", "block_style=plain changes nothing in this layer"),
     ("layer=kda layer.gate=false", "layer.gate_rank=head_dim is of a gate"),
     ("layer=kda layer.output_norm=batch", "layer.output_norm=batch is not allowed: it must be true"),
+    ("layer=kda layer.init=orthogonal", "layer.init=orthogonal"),
+    ("layer=kda direction=left", "direction=left is not allowed: choose from forward, both"),
+    ("layer=titans optimizer.mini_batch_size=null", "optimizer.read=committed shows that to its last token alone"),
+    ("layer=ttt_linear optimizer.mini_batch_size=null", "optimizer.token_steps=shared has a number for each place"),
+    ("layer=efla optimizer.step=half", "optimizer.step=half` is not allowed: choose one of exact, projection"),
+    ("layer=mdn optimizer.write_init=1.5", "optimizer.write_init=1.5"),
     ("layer=kda layer.norm_eps=0", "layer.norm_eps=0.0 is not allowed: it must be positive"),
     ("layer=delta_net task.views=shared_qk", "set task.views=separate, or task.short_conv=null"),
     # two layers in the place of one

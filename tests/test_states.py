@@ -1,8 +1,10 @@
-"""States on disk: bit for bit, for every layer; what is damaged or of another model is refused; and answers from them."""
+"""States on disk: bit for bit, for every layer; what is damaged or of another model is refused; and answers from them.
+States in memory: moved, and reordered."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,9 @@ from metattt.data.text import ByteTokenizer
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.generation.text import generate_text
+from metattt.models import LanguageModel
 from metattt.models.language_model import LanguageModelState
-from metattt.state import State
+from metattt.state import State, tensors_of
 
 CAUSAL = ("ttt_linear", "gated_delta_net", "attention", "titans", "lact", "nested_ttt")
 SMALL = {"lact": ["optimizer.mini_batch_size=8"], "titans": ["optimizer.mini_batch_size=8"]}
@@ -188,3 +191,41 @@ def test_states_of_layers_that_are_not_ours(tmp_path: Path) -> None:
     assert type(found.layers[0]) is Pair and type(found.layers[0].first) is State and same(found, state)
     with pytest.raises(MetaTTTError, match="does not hold what a state holds"):
         LanguageModelState.load(tmp_path / "state")
+
+
+# -- states in memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "titans", "attention", "nested_transformer"])
+def test_states_of_models_move_and_are_selected(name: str) -> None:
+    """Integers and precision stay. (Of layers: the law `round_trips`.)"""
+    model = LanguageModel(11, 16, 2, partial(metattt.build, f"layer={name}", "dim=16", "num_heads=2"))
+    ids, index = torch.randint(11, (3, 7)), torch.tensor([2, 0, 2])
+    state = model.step(ids[:, :5])[1]
+    expected = model.step(ids[:, 5:], state)[0]
+    before = [tensor.dtype for tensor in tensors_of(state)]
+    for moved in (state.to("cpu"), state.to(device="cpu", copy=True), state.to(torch.float64).to(torch.float32)):
+        assert [tensor.dtype for tensor in tensors_of(moved)] == before
+        assert torch.equal(model.step(ids[:, 5:], moved)[0], expected)
+    wanted = [torch.float64 if dtype.is_floating_point else dtype for dtype in before]
+    for wide in (state.to("cpu", torch.float64), state.to(torch.ones(1).double())):
+        assert [tensor.dtype for tensor in tensors_of(wide)] == wanted and torch.int64 in wanted
+    for narrow in (torch.bfloat16, torch.int64):
+        with pytest.raises(MetaTTTError, match="float32 or wider"):
+            state.to(narrow)
+    torch.testing.assert_close(model.step(ids[index, 5:], state.select(index))[0], expected[index])
+
+
+def test_the_state_of_a_model_of_other_layers() -> None:
+    class Recurrent(torch.nn.GRU):
+        def forward(self, x: Tensor, state: Any = None, mask: Any = None, reset: Any = None) -> Any:  # type: ignore
+            y, last = super().forward(x, None if state is None else state[0].transpose(0, 1).contiguous())
+            return y, [last.transpose(0, 1)]
+
+    model = LanguageModel(11, 16, 2, lambda: Recurrent(16, 16, batch_first=True), pre_conv=False)
+    ids = torch.randint(11, (3, 7))
+    _, state = model.step(ids[:, :5])
+    index = torch.tensor([1, 2])
+    torch.testing.assert_close(
+        model.step(ids[index, 5:], state.select(index))[0], model.step(ids[:, 5:], state)[0][index]
+    )

@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 
 import metattt
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
-from metattt.errors import MetaTTTError
-from metattt.generation.sampling import generate
 from metattt.inner.causality import found_out
 from metattt.parallel.cuts import check_cut
 from metattt.testing.foreign import Subject, examine
@@ -69,30 +65,6 @@ def test_a_state_on_disk_and_in_another_order(name: str, tmp_path: Path) -> None
 
 
 @every_layer
-def test_calls_that_are_refused(name: str) -> None:
-    """Also NaN, which mixers would carry on for ever; in padding anything may stand."""
-    layer, x = make(name), tokens(5)
-    state, other = layer(x)[1], metattt.build("layer=ttt_linear", "dim=8", "num_heads=2").double()(x)[1]
-    spoiled = x.clone()
-    spoiled[0, 2, 3] = torch.nan
-    for arguments, options, message in (
-        ((x[..., :5],), {}, r"x has shape \[2, 5, 5\], expected \[B, T, 8\]"),
-        ((x[:, :0],), {}, "x has shape"),
-        ((x, other), {}, "the state is from another layer"),
-        ((x[:1], state), {}, "the state is for 2 sequences, x holds 1"),
-        ((x,), {"mask": torch.ones(2, 3, dtype=torch.bool)}, r"mask is torch.bool of shape \[2, 3\]"),
-        ((x,), {"reset": torch.ones(2, 5)}, "reset is torch.float32"),
-        ((spoiled,), {}, "x contains NaN"),
-    ):
-        with pytest.raises(MetaTTTError, match=message) as error:
-            layer(*arguments, **options)
-        assert len(str(error.value).splitlines()) <= 2
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    mask[0, 2] = False
-    assert layer(spoiled, mask=mask)[0].isfinite().all()
-
-
-@every_layer
 def test_autocast(name: str) -> None:
     """What is remembered stays wide. (Muon lifts what bf16 rounds away in small singular values: LaCT's outputs are its own.)"""
     layer = metattt.build(f"layer={name}", "dim=32", "num_heads=2")
@@ -106,35 +78,3 @@ def test_autocast(name: str) -> None:
     assert {one.dtype for one in kept} == {torch.float32} and y.isfinite().all()
     assert x.grad is not None and bool(x.grad.isfinite().all())
     assert name == "lact_block" or ((y.float() - expected).norm() / expected.norm()).item() < 2e-2
-
-
-@pytest.mark.parametrize("choice", [*(f"layer={name}" for name in SMALL), "model.blocks=mamba*2+window_attention+mamba2_mixer"])
-def test_in_a_language_model(choice: str) -> None:
-    """Prefill, one token, several at any offset; of several kinds together: learns a text, and continues it as a full forward
-    pass does."""
-    small = SMALL[choice.removeprefix("layer=")] if choice.startswith("layer") else ("model.num_layers=4",)
-    sizes = ("dim=16", "num_heads=2", "model.num_layers=2", "model.ffn_dim=16", "model.vocab_size=31")
-    torch.manual_seed(0)
-    model = instantiate_model(compose(*sizes, choice, *small, job="language_model"))
-    ids = torch.randint(31, (2, 22), generator=torch.Generator().manual_seed(0))
-    whole, state, pieces = model(ids), None, []
-    for piece in ids.split([9, 1, 1, 7, 4], 1):
-        logits, state = model.step(piece, state)
-        pieces.append(logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
-    if choice.startswith("layer"):
-        return
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(30):
-        loss, _ = model.cross_entropy(ids[:, :-1], ids[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert losses[-1] < losses[0] / 2
-    with torch.no_grad():
-        grown = ids[:, :8]
-        for _ in range(6):
-            grown = torch.cat([grown, model(grown)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(torch.stack(list(generate(model, ids[:, :8], 6, temperature=0)), 1), grown[:, 8:])

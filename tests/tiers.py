@@ -18,6 +18,8 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     # every law on eight components, three on the others
     **{f"test_conformance.py::{name}::": ("",) for name in WHOLE},
     "test_conformance.py::TestNextToken": (*LAWS, "test_packing"),
+    "test_conformance.py::TestRows": (*LAWS, "test_packing"),
+    "test_conformance.py::TestClipped": (*LAWS, "test_forms"),
     "test_conformance.py::Test": LAWS,
     "test_documents.py::Test": LAWS,
     "learners/test_adapter.py::Test": LAWS,

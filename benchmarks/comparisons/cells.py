@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
     Attributes:
         name: what it is, in words: for people, and the beginning of its folder's name.
-        command: `train` or `eval` of metattt, or the name of a benchmark of `speed.py`.
+        command: `train` or `eval` of metattt.
         overrides: all that it is given but `output_dir`.
         of: the cell whose run it is about: it gets `checkpoint=` that run, and a folder inside of that one's.
     """
@@ -56,8 +56,7 @@ class Cell(NamedTuple):
         """A checksum of what the overrides are composed to: the same words are another run where a configuration file
         has changed. Empty where they cannot be composed, which the cell will say."""
         try:
-            known = self.command in ("train", "eval")
-            return digest(OmegaConf.to_yaml(compose(*self.overrides, job=self.command)).encode()) if known else ""
+            return digest(OmegaConf.to_yaml(compose(*self.overrides, job=self.command)).encode())
         except MetaTTTError:
             return ""
 
@@ -155,16 +154,9 @@ def _work(command: str, words: list[str], log: str) -> None:
     with open(log, "a", encoding="utf-8") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    if command in ("train", "eval"):
-        from metattt.cli import main
+    from metattt.cli import main
 
-        sys.exit(main([command, *words]))
-    import speed
-
-    try:
-        sys.exit(speed.main([command, *words]))
-    except MetaTTTError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main([command, *words]))
 
 
 def _quoted(path: Path) -> str:

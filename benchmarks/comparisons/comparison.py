@@ -68,8 +68,6 @@ class Claim:
 
     def cells(self) -> int:
         """How many there are."""
-        if not self.evaluate:
-            return len(self.rows)
         runs = max(len(self.learning_rates), 1) + len(self.seeds) - 1
         return len(self.rows) * max(len(self.conditions), 1) * (runs + len(self.seeds))
 

@@ -1,8 +1,7 @@
-"""Claims whose rows are curves: loss by position (`position`, `long`), the inner loss, and time against the context."""
+"""Claims whose rows are curves: loss by position (`position`, `long`), and the inner loss."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from common import Row as Record
 from report import Report
 
-from comparisons.cells import Cell, Runner
+from comparisons.cells import Runner
 from comparisons.comparison import BANDS, Claim, Compared, bits_per_byte, compare, draw_curves, ranked, spread, table
 
 if TYPE_CHECKING:
@@ -181,53 +180,3 @@ def _sentences(name: str, layers: Sequence[Layer]) -> list[str]:
         f"`{after} < {before}`, in {step}; what was learned before helps, `{before} < {init}` in the last quarter, in "
         f"{learned}; the gap `{init} - {after}` is larger in the last quarter than in the first in {larger}."
     ]
-
-
-# -- time --------------------------------------------------------------------------------------------------------------
-
-WHAT = {"Training": "training", "Prefill": "prefill", "Decoding": "decoding"}  # tables of `speed.py model`
-
-
-def latency(claim: Claim, runner: Runner) -> Report:
-    """Time per token of training, prefill and decoding against the context. Rows are calls of `speed.py model`, each
-    with a training length and contexts; layers are timed in turn."""
-    results = runner.run([Cell(row.name, "model", (*row.overrides, *claim.overrides)) for row in claim.rows])
-    records: list[Record] = []
-    for result in results:
-        file = result.folder / "model.json"
-        tables = json.loads(file.read_text(encoding="utf-8"))["tables"] if result.finished else {}
-        for title, what in WHAT.items():
-            for row in tables.get(title, ()):  # the least, which other programs on the machine lengthen least
-                tokens = row["after tokens" if what == "decoding" else "T"]
-                took = row["ms per token, least"] if what == "decoding" else 1000 * row["s, least"] / tokens
-                records.append({"layer": row["layer"], "what": what, "tokens": tokens, "ms_per_token": took})
-    curves: dict[str, dict[str, dict[int, float]]] = {}
-    for one in records:
-        curves.setdefault(one["what"], {}).setdefault(one["layer"], {})[one["tokens"]] = one["ms_per_token"]
-    shown, seen = {}, []
-    for what, layers in curves.items():
-        lengths = sorted({length for points in layers.values() for length in points})
-        shown[f"{what.capitalize()}, ms per token"] = [
-            {"layer": f"`{layer}`"} | {f"{length:,}": points.get(length) for length in lengths}
-            for layer, points in layers.items()
-        ]
-        growth = {layer: points[max(points)] / points[min(points)] for layer, points in layers.items()}
-        told = [f"`{layer}` {times:.2f} times" for layer, times in growth.items() if len(lengths) > 1]
-        if told:
-            lasts = f"time per token with {lengths[-1]:,} tokens over that with {lengths[0]:,}"
-            seen.append(f"- {what.capitalize()}, {lasts}: {', '.join(told)}.")
-
-    def draw(figure: Figure) -> None:
-        figure.set_size_inches(4.2 * len(curves), 4.2)
-        for axes, (what, layers) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-            draw_curves(axes, {layer: [sorted(points.items())] for layer, points in layers.items()})
-            axes.set_xscale("log", base=2)
-            axes.set_ylim(bottom=0)
-            axes.set(title=what, xlabel="context (tokens)", ylabel="ms per token")
-        figure.axes[0].legend(fontsize="small")
-
-    notes = [f"- {one.cell.name} did not finish: {one.message}" for one in results if not one.finished]
-    notes.append(f"- every cell: `python benchmarks/speed.py model {' '.join(claim.overrides)}`")
-    notes.append("- the least of the timed calls; layers are called in turn, cells are not")
-    text = "\n".join([f"**Asked.** {claim.asked}", "", "**Seen.**", "", *seen])
-    return Report(claim.title, text, shown, (), {"size": claim.size}, draw if records else None, records, notes)

@@ -1,22 +1,18 @@
 """`metattt eval` and `metattt generate` on models of any origin: runs on shards, converted folders, published files."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizer_for_tests import trained_tokenizer
-from torch import Tensor
 
 from metattt.checkpoints.convert import convert
 from metattt.composition.compose import compose
-from metattt.data import ByteTokenizer
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
-from metattt.generation.text import Continuation, ends
 from metattt.training.train import train
 
 RUN = (
@@ -92,27 +88,3 @@ def test_a_run_on_shards_keeps_its_tokenizer(runs: Path, tmp_path: Path, capsys:
     with pytest.raises(MetaTTTError, match=r"has 400 tokens, and no tokenizer\.json says which: add tokenizer="):
         said(capsys, tmp_path / "theirs")
     assert said(capsys, tmp_path / "theirs", f"tokenizer={tmp_path / 'away.json'}", "max_new_tokens=2")
-
-
-def test_generation_ends_where_a_text_ends(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def drawn(*_: object, stop: list[int], **__: object) -> Iterator[Tensor]:
-        assert stop == [256]
-        yield from (torch.tensor([byte]) for byte in b"one. two. three")
-
-    monkeypatch.setattr("metattt.generation.generate.sample_tokens", drawn)
-    assert said(capsys, runs / "linear", "prompt=>", "stop=['. t','#']") == ">one\n"
-    with pytest.raises(MetaTTTError, match="stop="):
-        said(capsys, runs / "linear", "stop=['']")
-
-
-class Ending(ByteTokenizer):
-    """Bytes, with a token after every document."""
-
-    vocab_size, end = 258, 257
-
-
-def test_the_token_of_end_ends_a_text() -> None:
-    text = Continuation(Ending())
-    assert [text.add(token) for token in (65, 257, 66)] == ["A", "", ""] and text.ended and ends(Ending()) == [256, 257]

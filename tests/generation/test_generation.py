@@ -10,7 +10,7 @@ from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data import ByteTokenizer
-from metattt.errors import MetaTTTError, NotFinite
+from metattt.errors import NotFinite
 from metattt.generation.sampling import generate, sample
 from metattt.generation.text import Continuation, generate_text
 from metattt.models import LanguageModel
@@ -80,15 +80,6 @@ def test_draws_follow_the_filtered_distribution() -> None:
         torch.testing.assert_close(share, expected / expected.sum(), rtol=0, atol=0.015)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_of_a_batch_and_alone(temperature: float) -> None:
-    model, prompts = make(), ["def f(", "", "a longer prompt than the others, über 16 tokens"]
-    together = generate_text(model, TOKENIZER, prompts, 12, temperature, seed=0)
-    assert len(together) == 3 and together == generate_text(model, TOKENIZER, prompts, 12, temperature, seed=0)
-    if temperature == 0:
-        assert together == [generate_text(model, TOKENIZER, [prompt], 12, 0)[0] for prompt in prompts]
-
-
 class Parrot(LanguageModel):
     """Says a fixed text after any prompt, one byte per step."""
 
@@ -124,33 +115,6 @@ def test_text_is_handed_out_when_it_is_certain() -> None:
     text = Continuation(TOKENIZER, ["xy"])
     assert [text.add(byte) for byte in b"ax"] == ["a", ""] and text.finish() == "x"
     assert Continuation(TOKENIZER).add(TOKENIZER.separator) == ""
-
-
-def test_bad_batches_are_refused() -> None:
-    model = make()
-    ids, mask = torch.zeros(2, 3, dtype=torch.long), torch.tensor([[True, True, False], [False, False, False]])
-    with pytest.raises(MetaTTTError, match="a real token in every row"):
-        generate(model, ids, 3, mask=mask)
-    for wrong in (mask[:, :2], mask.long()):
-        with pytest.raises(MetaTTTError, match=r"expected torch.bool of shape \[2, 3\]"):
-            generate(model, ids, 3, mask=wrong)
-    for prompts in ("text", []):
-        with pytest.raises(MetaTTTError, match="give a list of at least one text"):
-            generate_text(model, TOKENIZER, prompts, 3)
-    for stop in ("text", [""]):
-        with pytest.raises(MetaTTTError, match="stop="):
-            generate_text(model, TOKENIZER, ["a"], 3, stop=stop)
-
-
-def test_predictions_that_are_not_finite_are_refused() -> None:
-    logits = torch.zeros(2, 5)
-    logits[1, 2] = float("-inf")  # what a caller has ruled out
-    assert sample(logits, 0).shape == (2,)
-    for value in ("nan", "inf"):
-        logits[1, 2] = float(value)
-        for temperature in (0.0, 1.0):
-            with pytest.raises(MetaTTTError, match="not finite"):
-                sample(logits, temperature)
 
 
 def test_predictions_that_are_not_finite_are_found_at_their_token() -> None:

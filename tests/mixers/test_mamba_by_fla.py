@@ -151,24 +151,3 @@ def test_second_derivatives_are_those_of_the_reference() -> None:
     assert CALLS == [80, 20]
     for one, other in zip(*found, strict=True):
         assert other.any() and (one - other).abs().max() <= 0.05 * other.abs().max()
-
-
-def test_inside_a_transform_of_torch() -> None:
-    rest = (-torch.rand(1, 20, 2), torch.randn(1, 20, 1, 3), torch.randn(1, 20, 1, 3), torch.zeros(1, 2, 4, 3))
-
-    def total(x: Tensor) -> Tensor:
-        return duality(x, *rest, None, 16, 0, torch.bfloat16)[0].sum()
-
-    torch.func.grad(total)(torch.randn(1, 20, 2, 4))
-    assert not CALLS
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    pytest.importorskip("fla.ops.simple_gla")
-    mixer, x = layer().cuda(), torch.randn(2, 100, 16, device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        y, _ = mixer(x)
-    assert by_fla._AGREES[y.device, torch.bfloat16, 8, 8]
-    assert (y - mixer(x)[0]).abs().max() <= 0.03 * y.abs().max()

@@ -86,58 +86,6 @@ def test_decays_smaller_than_any_number() -> None:
         torch.testing.assert_close(kept, gate.cumprod(0), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("count", LENGTHS)
-def test_a_unit_triangular_system(count: int) -> None:
-    """The diagonal and what is above it are not read."""
-
-    def inverted(system: Tensor, right: Tensor) -> tuple[Tensor]:
-        return (torch.linalg.inv(torch.eye(count, dtype=right.dtype) + system.tril(-1)) @ right,)
-
-    system, right = random(2, 3, count, count), random(2, 3, count, 4)
-    assert_same(lambda *given: (ops.solve_unit_lower(*given),), inverted, system, right)
-    spoilt = system.tril(-1) + torch.full_like(system, torch.nan).triu()
-    torch.testing.assert_close(ops.solve_unit_lower(spoilt, right), inverted(system, right)[0])
-
-
-@pytest.mark.parametrize("count", LENGTHS)
-def test_a_chunk_of_a_decayed_sum(count: int) -> None:
-    def by_chunk(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, write: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        between, kept = ops.decays(gate)
-        mix = between * write.unsqueeze(-2)
-        return ops.chunk_read(q, k, v, mix, kept, start), ops.chunk_state(k, v, mix, kept, start)
-
-    def by_token(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, write: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        state, outputs = start, []
-        for t in range(count):
-            state = gate[..., t, None, None] * state
-            state = state + write[..., t, None, None] * k[..., t, :, None] * v[..., t, None, :]
-            outputs.append((q[..., t, None, :] @ state).squeeze(-2))
-        return torch.stack(outputs, -2), state
-
-    given = random(2, count, 3), random(2, count, 3), random(2, count, 4), gates(2, count), random(2, count)
-    assert_same(by_chunk, by_token, *given, random(2, 3, 4))
-
-
-@pytest.mark.parametrize("count", LENGTHS)
-@pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_running_sum(count: int, chunk: int) -> None:
-    def by_token(gate: Tensor, x: Tensor, start: Tensor) -> tuple[Tensor]:
-        state, states = start, []
-        for t in range(count):
-            state = gate[..., t, None] * state + x[..., t, :]
-            states.append(state)
-        return (torch.stack(states, -2),)
-
-    gate, x, start = gates(2, count), random(2, count, 3), random(2, 3)
-    assert_same(lambda *given: (ops.running_sum(*given, chunk),), by_token, gate, x, start)
-    assert_same(
-        lambda gate, x: (ops.running_sum(gate, x, None, chunk),),
-        lambda gate, x: by_token(gate, x, torch.zeros_like(start)),
-        gate,
-        x,
-    )
-
-
 @pytest.mark.parametrize("count", [*LENGTHS, 33])
 def test_scores_with_a_decay_for_every_channel(count: int) -> None:
     """Strictly lower triangular scores of rows before and after the decay of their token with two kinds of columns."""
@@ -161,12 +109,3 @@ def test_scores_with_a_decay_for_every_channel(count: int) -> None:
 
     given = [random(2, count, 3) for _ in range(4)]
     assert_same(at_once, entry_by_entry, *given, gates(2, count, 3, dim=1))
-
-
-def test_rounded_products() -> None:
-    """Operands are rounded, and the result keeps the type of the first."""
-    a, b = torch.randn(3, 4), torch.randn(4, 5)
-    assert torch.equal(ops.matmul(a, b, torch.float32), a @ b)
-    found = ops.matmul(a, b, torch.bfloat16)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, (a.bfloat16() @ b.bfloat16()).float())

@@ -140,14 +140,3 @@ class Narrow(Reconstruction):
     def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
         views, state = super().views(x, state, ctx)
         return views._replace(erase_key=views.k[..., :2]), state
-
-
-def test_narrow_types() -> None:
-    """Under autocast the views are rounded, the weights and the decays are not."""
-    layer = build(Reconstruction(normalize_qk=True), ByChannel()).float()
-    x = torch.randn(2, 70, DIM)
-    expected = layer(x)[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        y, state = layer(x)
-    assert state.weights["weights"]["w1"].dtype == torch.float32
-    assert ((y - expected).norm() / expected.norm()).item() < 0.02

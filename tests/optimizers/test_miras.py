@@ -27,12 +27,6 @@ def test_derivatives_are_finite_near_zero_and_far_away(name: str, size: float) -
         assert all(bool(x.isfinite().all()) for x in (loss, first, *second))
 
 
-@pytest.mark.parametrize("delta", [1e-3, 0.7, 800.0])
-def test_the_threshold_starts_where_it_is_put(delta: float) -> None:
-    task = Reconstruction(loss="norm_huber", huber_delta_from="per_head", huber_delta=delta).setup(8, 2, 4)
-    torch.testing.assert_close(torch.nn.functional.softplus(task.delta_bias), torch.full((2,), delta))
-
-
 def test_weights_of_zero_can_be_kept() -> None:
     layer = TTTLayer(8, 2, Reconstruction(), MLP(), MirrorDescent(4)).double()  # biases start at zero
     grads = run(layer, torch.randn(2, 11, 8, dtype=torch.float64), grads=True).grads

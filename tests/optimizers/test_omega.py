@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from torch import Tensor
 
 from metattt.inner.tokens import Tokens
@@ -15,7 +14,6 @@ from metattt.learners import MLP, FastWeights
 from metattt.optimizers import BlockMomentum, GradientDescent, InnerOptimizer, Momentum
 from metattt.state import Context, Tensors
 from metattt.tasks import Views, WindowViews
-from metattt.testing.laws import forms, masks, packing, splits
 from metattt.testing.specimen import Run, Specimen, compare, run
 
 BOUND = 1e-9
@@ -74,34 +72,3 @@ def test_pairs_in_another_order_are_as_many_pairs() -> None:
     )
     assert compare(plain, shuffled) < BOUND
     assert few < 0.8 * many
-
-
-def test_under_autocast() -> None:
-    """The rows that tokens share are found again when they have been rounded."""
-    spec = Specimen(Counting, window, descent)
-    layer, x = spec.make(dtype=torch.float32), spec.tokens(dtype=torch.float32)
-    plain = layer(x)[0]
-    Counting.asked.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = layer(x)[0]
-    assert 6 in Counting.asked and 12 not in Counting.asked
-    assert (rounded.float() - plain).abs().max() < 0.05 * plain.abs().max()
-
-
-def test_inside_a_transform_of_torch() -> None:
-    spec = Specimen(MLP, window, descent)
-    layer, x = spec.make(), spec.tokens()
-
-    def loss(params: Tensors) -> Tensor:
-        return torch.func.functional_call(layer, params, (x,))[0].square().sum()
-
-    params = {name: p for name, p in layer.named_parameters() if p.requires_grad}
-    found = torch.func.grad(loss)(params)
-    expected = torch.autograd.grad(loss(params), list(params.values()), materialize_grads=True, allow_unused=True)
-    torch.testing.assert_close(list(found.values()), list(expected), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("law", [forms, splits, masks, packing], ids=lambda law: law.__name__)
-def test_laws(law: Callable[[Specimen], float]) -> None:
-    """Windows end where a document does, and go on over calls and padding."""
-    assert law(Specimen(MLP, window, RULES["descent"])) <= BOUND

@@ -1,4 +1,4 @@
-"""Rules of one's own: what their gates hold is read off the gates, and what no form could keep is refused in one line."""
+"""Rules of one's own: what their gates hold is read off the gates, and what cannot be kept is refused in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from metattt import optimizers
+from metattt import build, optimizers
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Linear
@@ -19,7 +19,7 @@ from metattt.learners.base import Learner
 from metattt.learners.weight import Weight
 from metattt.modules import expand_like
 from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Momentum, StepSize
-from metattt.state import Context, DataGates, Tensors
+from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
 from metattt.testing.laws import forms, splits
 from metattt.testing.padding import masks
@@ -32,7 +32,7 @@ task = partial(Reconstruction, normalize_qk=True)
 
 
 class Own(InnerOptimizer):
-    """Gates by their letters: α, β, κ of a head, w factors of the weights, d decays of channels. It says nothing of itself."""
+    """Gates by their letters: α, β, κ of a head, w factors of weights, d decays of channels. It declares nothing."""
 
     names = ""
 
@@ -146,70 +146,31 @@ def test_refused_when_the_layer_is_built(name: str) -> None:
         assert "\n" not in str(caught.value)
 
 
-class Moody(Own):
-    """Gates and token steps as the weather is."""
-
-    weather = ""
-
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        gates, state = super().gates(x, state, ctx)
-        more = {name: torch.full_like(gates.eta, 0.5) for name in ("alpha", "beta") if name in self.weather}
-        return gates._replace(**more), state
-
-    def token_steps(self) -> Tensor | None:
-        return torch.ones(1, self.mini_batch_size) if "steps" in self.weather else None
-
-
 @pytest.mark.parametrize(
-    ("attributes", "weather", "words"),
+    ("attributes", "more", "words"),
     [
         ({}, "beta", r"gives beta, and gave none when the layer was built: set has_momentum = True"),
         ({"max_norm": 0.1}, "alpha", "gives alpha beside max_norm"),
-        ({}, "steps", "token_steps gives τ, and gave none when the layer was built"),
+        ({}, "tau", "token_steps gives τ, and gave none when the layer was built"),
     ],
 )
 def test_what_comes_up_later_is_refused_before_anything_is_computed(
-    attributes: dict[str, Any], weather: str, words: str
+    attributes: dict[str, Any], more: str, words: str
 ) -> None:
-    layer = layer_of(rule(Moody, **attributes))
+    layer = layer_of(rule(Own, **attributes))
     layer(x)
-    type(layer.optimizer).weather = weather  # type: ignore[attr-defined]  # not by assignment: nobody is told
+    kind, before = type(layer.optimizer), Own.gates  # the class is changed, not the rule: nobody is told
+
+    def gates(self: Own, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        found, state = before(self, x, state, ctx)
+        return found._replace(**{more: torch.full_like(found.eta, 0.5)}), state
+
+    if more == "tau":
+        kind.token_steps = lambda self: torch.ones(1, self.mini_batch_size)  # type: ignore[method-assign]
+    else:
+        kind.gates = gates  # type: ignore[method-assign, assignment]
     with pytest.raises(MetaTTTError, match=words):
         layer(x)
-    layer.optimizer.note = "by assignment"  # type: ignore[assignment]
-    if attributes:
-        with pytest.raises(MetaTTTError, match=words):
-            layer(x)
-    else:
-        y, state = layer(x[:, :5])
-        torch.testing.assert_close(torch.cat([y, layer(x[:, 5:], state)[0]], 1), layer(x)[0])
-
-
-def test_a_rule_that_cannot_be_asked_with_one_token_is_built() -> None:
-    def gates(self: Own, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        if x.shape[1] == 1:
-            raise ValueError("pairs only")
-        return Own.gates(self, x, state, ctx)
-
-    assert torch.equal(layer_of(rule(Own, gates=gates))(x)[1].pos, torch.tensor([11, 11]))
-    with pytest.raises(MetaTTTError, match="set has_momentum = True on the class"):
-        layer_of(rule(Own, names="b", gates=gates))(x)
-    assert "momentum" in layer_of(rule(Own, names="b", gates=gates, has_momentum=True))(x)[1].weights
-
-
-@pytest.mark.parametrize(("letter", "name"), [(1, "keep"), (0, "write")])
-def test_gates_of_data_are_read_off_the_gates(letter: int, name: str) -> None:
-    class Forgets(InnerOptimizer):
-        updates = False
-
-        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[DataGates, Tensors]:
-            gate = x[..., :1].sigmoid().mT
-            given = [torch.ones_like(gate), None, None]
-            given[letter] = gate
-            return DataGates(*given), state  # type: ignore[arg-type]
-
-    with pytest.raises(MetaTTTError, match=f"KernelEstimator does not use the {name} gate of its rule"):
-        TTTLayer(8, 2, task(), KernelEstimator(), Forgets())
 
 
 # -- settings that are assigned later ------------------------------------------------------------------------------------
@@ -268,143 +229,100 @@ def test_settings_that_come_too_late() -> None:
         layer(x)
 
 
-class Forgetful(BlockRule):
-    """A slot that it names and does not return would be zero in every mini-batch."""
-
-    own_slots = ("squares",)
-
-    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
-        return {"commit": memory["commit"]}
-
-
-class Bare(Forgetful):
-    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
-        return memory["commit"]
-
-
-class Narrow(Forgetful):
-    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
-        return memory | {"commit": {"w1": memory["commit"]["w1"][..., :1], "b1": memory["commit"]["b1"]}}
+def test_token_steps_are_those_of_the_numbers_that_are_there() -> None:
+    """They are kept while decoding; `.data` changes a parameter without a trace."""
+    layer = build("ttt_linear", dim=8, num_heads=2)
+    rule, x = layer.optimizer, torch.randn(1, 20, 8)
+    with torch.no_grad():
+        before, (y, _) = rule.token_steps(), layer(x)
+        assert rule.token_steps() is before
+        rule.token_step_offset.data += 1
+        after, (z, _) = rule.token_steps(), layer(x)
+        assert (after > before).all() and not torch.equal(y, z)
+        rule.token_step_map = "relu"
+        assert torch.equal(rule.token_steps(), 1 / torch.arange(1, 17) + rule.token_step_offset)
+        layer.double()
+        assert rule.token_steps().dtype == torch.float64
+    assert rule.token_steps().requires_grad
 
 
-class Nothing(Forgetful):
-    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
-        return None
+# -- parts that do not hand on what they must -------------------------------------------------------------------------
 
 
-class OneString(Forgetful):
-    own_slots = "squares"  # type: ignore[assignment]
+def mine(base: type, **methods: Any) -> Any:
+    return type("Mine", (base,), methods)
 
 
-class Taken(Forgetful):
-    own_slots = ("update",)
+def slots(move: Callable[[Any], Any], own: Any = ("squares",)) -> Any:
+    """A rule of a mini-batch with a slot of its own; one that it does not return would be zero in every mini-batch."""
+    return mine(BlockRule, own_slots=own, move=lambda self, memory, alpha, beta: move(memory))(4)
 
 
-@pytest.mark.parametrize(
-    ("rule", "told"),
-    [
-        (Forgetful, r"Forgetful\.move returns squares None: it must return commit and squares"),
-        (Bare, "Bare.move returns commit None"),
-        (Nothing, "Nothing.move returns commit None"),
-        (Narrow, r"Narrow\.move returns commit \{'w1': \[1, 2, 4, 1\], .*, each with all weights, \{'w1': \[1, 2, 4, 4\]"),
-        (OneString, r"OneString\.own_slots='squares' is not allowed: it must be a tuple"),
-        (Taken, r"Taken\.own_slots=\('update',\) is not allowed: .* none of them"),
-    ],
-)
-def test_a_move_returns_every_slot(rule: type[BlockRule], told: str) -> None:
+def learner(made: Callable[[int, int], Any], **options: Any) -> Any:
+    methods = {"weights": lambda self, d_in, d_out: made(d_in, d_out), "forward": lambda self, w, x: w.linear(x, "w")}
+    return mine(Learner, **methods)(**options)
+
+
+def one_number(d_in: int, d_out: int) -> dict[str, Weight]:
+    return {"w": Weight((d_in, 1))}
+
+
+def narrow(memory: Any) -> Any:
+    return memory | {"commit": {"w1": memory["commit"]["w1"][..., :1], "b1": memory["commit"]["b1"]}}
+
+
+def plainly(base: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """What the method of a base class returns, changed."""
+    return mine(base, **{name: lambda self, *given, **more: change(getattr(base, name)(self, *given, **more))})
+
+
+WIDTH = r"Mine\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]"
+SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, and what is said of it
+    (lambda: slots(lambda memory: {"commit": memory["commit"]}), "returns squares None: it must return commit and"),
+    (lambda: slots(lambda memory: memory["commit"]), r"Mine\.move returns commit None"),
+    (lambda: slots(lambda memory: None), r"Mine\.move returns commit None"),
+    (lambda: slots(narrow), r"commit \{'w1': \[1, 2, 4, 1\], .*, each with all weights, \{'w1': \[1, 2, 4, 4\]"),
+    (lambda: slots(lambda memory: memory, "squares"), "own_slots='squares' is not allowed: it must be a tuple"),
+    (lambda: slots(lambda memory: memory, ("update",)), r"own_slots=\('update',\) is not allowed: .* none of them"),
+    (lambda: learner(lambda *d: [Weight(d)]), r"Mine\.weights returns \[Weight.*: it must return a Weight by name"),
+    (lambda: learner(lambda i, o: {"w": Weight((i + 1, o))}), r"Mine\.forward fails for tokens \[1, 2, 4, 4\]: "),
+    (lambda: learner(one_number, norm=True), WIDTH),
+    (lambda: learner(one_number, norm=False), WIDTH),
+    (
+        lambda: plainly(GradientDescent, "gates", lambda found: found[0])(4),
+        r"Mine\.gates returns a Gates: it must return \(Gates, state\)",
+    ),
+    (
+        lambda: plainly(GradientDescent, "gates", lambda _: (Gates(eta=0.1), {}))(4),  # type: ignore[arg-type]
+        r"Mine\.gates returns eta=0\.1: a gate is None or a tensor",
+    ),
+    (
+        lambda: plainly(Reconstruction, "views", lambda found: found[0])(),
+        r"Mine\.views returns a Views: it must return \(Views, state\)",
+    ),
+    (lambda: plainly(Reconstruction, "loss", lambda loss: loss.cumsum(-1))(), "loss lets tokens see each other"),
+]
+
+
+@pytest.mark.parametrize(("part", "told"), SLIPS)
+def test_what_is_handed_on_is_checked(part: Callable[[], Any], told: str) -> None:
+    def build() -> TTTLayer:
+        one = part()
+        parts: dict[type, Any] = {Reconstruction: task(), Learner: Linear(), InnerOptimizer: GradientDescent(4)}
+        parts[next(kind for kind in parts if isinstance(one, kind))] = one
+        return TTTLayer(8, 2, *parts.values())
+
     with pytest.raises(MetaTTTError, match=told):
-        TTTLayer(8, 2, task(), Linear(), rule(4))(torch.randn(1, 8, 8))
-
-
-class OneNumber(Learner):
-    def weights(self, d_in: int, d_out: int) -> Any:
-        return {"w": Weight((d_in, 1))}
-
-    def forward(self, w: Any, x: Tensor) -> Tensor:
-        return w.linear(x, "w")
-
-
-class Fitful(Forgetful):
-    """It forgets in a later mini-batch, which building does not see."""
-
-    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
-        moved = {"commit": memory["commit"], "squares": {name: x + 1 for name, x in memory["squares"].items()}}
-        return moved if float(memory["squares"]["w1"].max()) == 0 else {"commit": memory["commit"]}
+        build()
 
 
 def test_a_slot_that_is_left_out_later_is_told() -> None:
-    layer = TTTLayer(8, 2, task(), Linear(), Fitful(4))
-    with pytest.raises(MetaTTTError, match=r"Fitful\.move returns \['commit'\]: it must return \['commit', 'squares'\]"):
+    """It forgets in a later mini-batch, which building does not see."""
+
+    def move(memory: Any) -> Any:
+        more = {"squares": {name: x + 1 for name, x in memory["squares"].items()}}
+        return {"commit": memory["commit"]} | (more if float(memory["squares"]["w1"].max()) == 0 else {})
+
+    layer = TTTLayer(8, 2, task(), Linear(), slots(move))
+    with pytest.raises(MetaTTTError, match=r"Mine\.move returns \['commit'\]: it must return \['commit', 'squares'\]"):
         layer(torch.randn(1, 12, 8))
-
-
-class Listed(OneNumber):
-    def weights(self, d_in: int, d_out: int) -> Any:
-        return [Weight((d_in, d_out))]
-
-
-class Misfit(OneNumber):
-    def weights(self, d_in: int, d_out: int) -> Any:
-        return {"w": Weight((d_in + 1, d_out))}
-
-
-@pytest.mark.parametrize(
-    ("learner", "told"),
-    [
-        (Listed, r"Listed\.weights returns \[Weight.*: it must return a Weight by name"),
-        (Misfit, r"Misfit\.forward fails for tokens \[1, 2, 4, 4\]: "),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(learner: type[Learner], told: str) -> None:
-    with pytest.raises(MetaTTTError, match=told):
-        TTTLayer(8, 2, task(), learner(), GradientDescent(4))
-
-
-def test_a_class_in_place_of_a_part_is_refused() -> None:
-    with pytest.raises(MetaTTTError, match=r"layer\.learner is a class \(Linear\): it must be a Learner"):
-        TTTLayer(8, 2, task(), Linear, GradientDescent(4))  # type: ignore[arg-type]
-
-
-def test_a_prediction_of_another_width_is_refused() -> None:
-    told = r"OneNumber\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]"
-    for norm in (True, False):
-        with pytest.raises(MetaTTTError, match=told):
-            TTTLayer(8, 2, task(), OneNumber(norm=norm), GradientDescent(4))
-
-
-class Stateless(GradientDescent):
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> Any:
-        return super().gates(x, state, ctx)[0]
-
-
-class Number(GradientDescent):
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> Any:
-        return Gates(eta=0.1), state  # type: ignore[arg-type]
-
-
-class Viewless(Reconstruction):
-    def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> Any:
-        return super().views(x, state, ctx, **given)[0]
-
-
-@pytest.mark.parametrize(
-    ("part", "rule", "told"),
-    [
-        (task, Stateless, r"Stateless\.gates returns a Gates: it must return \(Gates, state\)"),
-        (task, Number, r"Number\.gates returns eta=0\.1: a gate is None or a tensor"),
-        (Viewless, GradientDescent, r"Viewless\.views returns a Views: it must return \(Views, state\)"),
-    ],
-)
-def test_what_is_handed_on_is_not_forgotten(part: Any, rule: Any, told: str) -> None:
-    with pytest.raises(MetaTTTError, match=told):
-        TTTLayer(8, 2, part(), Linear(), rule(4))
-
-
-class Summed(Reconstruction):
-    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-        return super().loss(prediction, v).cumsum(-1)
-
-
-def test_a_loss_that_mixes_tokens_is_named() -> None:
-    with pytest.raises(MetaTTTError, match=r"Summed\.loss lets tokens see each other"):
-        TTTLayer(8, 2, Summed(), Linear(), GradientDescent(4))

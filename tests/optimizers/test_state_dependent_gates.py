@@ -7,17 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.committed import Committed
 from metattt.learners import Linear
 from metattt.optimizers import BlockMomentum, Gates, GradientDescent, InnerOptimizer, Momentum
-from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
 from metattt.testing.laws import causality, derivatives, forms, round_trips, splits
 from metattt.testing.padding import masks, packing
-from metattt.testing.specimen import Specimen, run
+from metattt.testing.specimen import Specimen
 
 BOUND = 1e-9
 task = partial(Reconstruction, normalize_qk=True)
@@ -79,15 +77,6 @@ def test_fast_paths_refuse() -> None:
     assert online.optimizer.slots == ("commit", "weights") and online.optimizer.period == 4
 
 
-def test_a_gate_that_is_put_on_a_rule_later() -> None:
-    layer = Specimen(Linear, task, lambda: GradientDescent(4)).make()
-    x = torch.randn(2, 11, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    before = run(layer, x).y
-    layer.optimizer.gates_at = lambda gates, committed: gates._replace(eta=0 * gates.eta)  # type: ignore[method-assign]
-    assert layer.form == "dual"
-    assert (run(layer, x).y - before).abs().max() > 1e-6
-
-
 def test_gates_that_come_from_nowhere() -> None:
     class Surprising(GradientDescent):
         def gates_at(self, gates: Gates, committed: Committed) -> Gates:
@@ -96,20 +85,3 @@ def test_gates_that_come_from_nowhere() -> None:
     layer = Specimen(Linear, task, lambda: Surprising(4)).make()
     with pytest.raises(MetaTTTError, match=r"gates_at must return the gates that it was given, and alpha was not"):
         layer(torch.zeros(1, 5, 8, dtype=torch.float64))
-
-
-def test_tokens_without_a_step_keep_their_gates() -> None:
-    class Frozen(Momentum):
-        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-            gates, state = super().gates(x, state, ctx)
-            return gates._replace(eta=0 * gates.eta), state
-
-        def gates_at(self, gates: Gates, committed: Committed) -> Gates:
-            return gates._replace(eta=gates.eta + 1, alpha=0 * gates.eta)
-
-    layer = Specimen(Linear, task, lambda: Frozen(4, decay="constant", decay_init=1.0)).make()
-    x = torch.randn(2, 9, 8, dtype=torch.float64)
-    after = run(layer, x).state.weights
-    for slot in ("commit", "weights"):
-        for name, w in after.get(slot, {}).items():
-            torch.testing.assert_close(w, layer.learner.init[name].expand_as(w))

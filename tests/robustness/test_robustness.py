@@ -1,26 +1,21 @@
-"""The attacks at a small size; and that each sees what it looks for, planted."""
+"""The attacks at a small size, and what they take for what."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import random
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import attack
 import child
-import kills
 import pytest
-from attack import GENERATE, Artifacts, Tally, read_damaged, read_malicious
+from attack import Artifacts, Tally, read_damaged, read_malicious
 from child import run
-from malicious import malicious
 
 Main = Callable[[Sequence[str]], int]
 
@@ -77,30 +72,6 @@ def test_nothing_is_silently_wrong(home: Path) -> None:
     assert reads >= 20 and sum(counts["clear error"] for counts in tally.values()) > reads / 2
 
 
-def test_a_reader_that_takes_what_is_damaged_is_seen(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(words: Sequence[str]) -> int:
-        if child.metattt(words):
-            print("a text all the same")
-        return 0
-
-    monkeypatch.setattr(attack, "READ_BY", {"run": (GENERATE,)})
-    tally = Tally()
-    read_damaged(Artifacts(home, (), careless), 4, random.Random(0), tally)
-    assert tally["run, damaged"]["silently wrong"] >= 2, tally
-
-
-def test_a_reader_that_runs_what_it_reads_is_seen(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(words: Sequence[str]) -> int:
-        with (home / "work" / "it" / "pytorch_model.bin").open("rb") as file:
-            pickle.load(file)
-        return 0
-
-    monkeypatch.setattr(attack, "malicious", lambda: [one for one in malicious() if one.name == "<lambda>"])
-    tally = Tally()
-    read_malicious(Artifacts(home, (), careless), 1, random.Random(0), tally)
-    assert tally["malicious: pickles"] == {"reads": 3, "code run": 3}
-
-
 @pytest.mark.slow
 def test_bad_commands(tmp_path: Path) -> None:
     seed = int(time.time()) % 1000
@@ -109,34 +80,3 @@ def test_bad_commands(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
         attack.run_bad_commands(tmp_path / "commands", 60, random.Random(seed), tally)
     assert tally.bad == [], f"seed={seed}"
-
-
-# -- runs that are killed ----------------------------------------------------------------------------------------------
-
-
-def test_what_a_killed_run_has_lost_is_seen(home: Path, tmp_path: Path) -> None:
-    whole = home / "run"
-    for name in ("log", "checkpoint"):
-        shutil.copytree(whole, tmp_path / name)
-    assert kills.difference(tmp_path / "log", whole) == ""
-    rows = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
-    (tmp_path / "log" / "metrics.csv").write_text("\n".join([*rows[:2], *rows[3:]]) + "\n")
-    assert kills.difference(tmp_path / "log", whole) == "another log"
-    shutil.rmtree(max((tmp_path / "checkpoint" / "checkpoints").glob("step-*")))
-    assert kills.difference(tmp_path / "checkpoint", whole) == "other weights"
-
-
-@pytest.mark.parametrize(
-    ("way", "codes", "output", "fault"),
-    [
-        ("SIGKILL", [-9, None], "", "did not stop"),
-        ("SIGTERM", [143, 1], "", "SIGTERM ended with"),
-        ("full disk", [2], "", "a full disk ended with"),
-        ("SIGKILL", [-9, 1], "error: process 0 has died", ""),
-        ("SIGTERM", [143, 143], "stopped at step 4", ""),
-        ("full disk", [2], "error: the disk is full", ""),
-    ],
-)
-def test_how_a_run_must_not_end(way: str, codes: list[Any], output: str, fault: str) -> None:
-    found = kills.fault_of(way, codes, output)
-    assert fault in found and bool(fault) == bool(found)
