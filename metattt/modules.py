@@ -114,7 +114,7 @@ class CausalConv(nn.Module):
         """`x` `[B, T, D]` and the last `width − 1` inputs `tail` `[B, width−1, D]` (None = zeros) to `y` and the new
         tail."""
         padded = self.pad(x, tail)
-        return self.convolve(padded, ctx), self.tail(padded, ctx)
+        return self.convolve(padded, ctx), document_tail(padded, self.weight.shape[-1] - 1, ctx)
 
     def pad(self, x: Tensor, tail: Tensor | None) -> Tensor:
         """`x` after its tail, `[B, width − 1 + T, D]`: for convolutions of the same width that read the same tokens."""
@@ -128,14 +128,17 @@ class CausalConv(nn.Module):
         if ctx.first is None and not torch.compiler.is_compiling():
             if padded.device.type != "cpu":
                 return F.conv1d(padded.mT, weight, self.bias, groups=padded.shape[2]).mT
-            exact = padded.dtype == weight.dtype in (torch.float32, torch.float64) and not rounds("cpu")
-            if exact and padded.shape[1] == width:
+            wide = padded.dtype == weight.dtype in (torch.float32, torch.float64)
+            wide = wide and not torch.is_autocast_enabled("cpu")
+            if wide and padded.shape[1] == width:
                 # one token: a convolution costs five times as much
                 y = (padded * weight[:, 0].T).sum(1, keepdim=True)
                 return y if self.bias is None else y + self.bias
-            if exact and torch.is_grad_enabled() and not transformed():
+            if wide and torch.is_grad_enabled() and forward_ad._current_level < 0 and interpreter_stack() is None:
                 return _Depthwise.apply(padded, weight, self.bias)
-            return _depthwise(padded, weight, self.bias)
+            # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
+            image = padded.mT.unsqueeze(2)
+            return F.conv2d(image, weight.unsqueeze(2), self.bias, groups=padded.shape[2]).squeeze(2).mT
         # Tap by tap: documents do not see each other. Inductor makes one loop of it, for all lengths; it compiles the
         # derivative of a convolution for every length again.
         device = padded.device.type
@@ -151,36 +154,31 @@ class CausalConv(nn.Module):
             y = y + seen * weight[:, 0, tap].to(padded.dtype)
         return y
 
-    def tail(self, padded: Tensor, ctx: Context) -> Tensor:
-        """What the next call needs, `[B, width − 1, D]`: the last tokens of the last document."""
-        return document_tail(padded, self.weight.shape[-1] - 1, ctx)
-
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.weight.shape[-1]}"
 
 
-def _depthwise(padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed."""
-    return F.conv2d(padded.mT.unsqueeze(2), weight.unsqueeze(2), bias, groups=padded.shape[2]).squeeze(2).mT
-
-
 class _Depthwise(torch.autograd.Function):
-    """`_depthwise` on a CPU, where torch's own derivative of it takes six times as long."""
+    """The convolution on a CPU, with a derivative of two convolutions: torch's own takes six times as long."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(padded, weight)
-        return _depthwise(padded, weight, bias)
+        return F.conv2d(padded.mT.unsqueeze(2), weight.unsqueeze(2), bias, groups=len(weight)).squeeze(2).mT
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight = ctx.saved_tensors
         width, length = weight.shape[-1], dy.shape[1]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = _depthwise(F.pad(dy, (0, 0, width - 1, width - 1)), weight.flip(-1), None) if needs_x else None
-        taps = range(width) if needs_weight else ()
-        dweight = [(padded[:, tap : tap + length] * dy).sum((0, 1)) for tap in taps]
-        return dx, torch.stack(dweight, -1).unsqueeze(1) if taps else None, dy.sum((0, 1)) if needs_bias else None
+        dx = dweight = None
+        if needs_x:
+            image = F.pad(dy, (0, 0, width - 1, width - 1)).mT.unsqueeze(2)
+            dx = F.conv2d(image, weight.flip(-1).unsqueeze(2), groups=len(weight)).squeeze(2).mT
+        if needs_weight:
+            taps = [(padded[:, tap : tap + length] * dy).sum((0, 1)) for tap in range(width)]
+            dweight = torch.stack(taps, -1).unsqueeze(1)
+        return dx, dweight, dy.sum((0, 1)) if needs_bias else None
 
 
 def convolution(dim: int, width: int, bias: bool = True) -> CausalConv:

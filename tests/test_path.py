@@ -53,6 +53,7 @@ def known(name: str, *overrides: str) -> nn.Module:
     ("dual", 105, 19, 402),
     ("module", 106, 23, 836),
     ("solved", 90, 22, 121),
+    ("online", 90, 22, 121),
     ("titans", 98, 23, 202),
 ])  # fmt: skip
 def test_one_forward_pass(way: str, functions: int, files: int, calls: int) -> None:
@@ -61,10 +62,11 @@ def test_one_forward_pass(way: str, functions: int, files: int, calls: int) -> N
         "fused": lambda: known("ttt_linear"),
         "dual": lambda: known("ttt_linear", "layer.form=dual"),
         "module": module_of_ones_own,
-        "solved": lambda: known("gated_delta_net"),
+        "solved": lambda: known("gated_delta_net", "layer.form=dual"),
+        "online": lambda: known("gated_delta_net"),
         "titans": lambda: known("titans"),
     }[way]()
     found = met(layer)
-    assert layer.form == ("fused" if way == "fused" else "dual")
+    assert layer.form == ("fused" if way in ("fused", "online") else "dual")
     assert len({file for file, _ in found}) <= files, found
     assert len(found) <= functions and found.total() <= calls, found

@@ -50,7 +50,9 @@ def scan(
         if whole and set(memory) == {"commit"}:
             kernel = kernel_of(loop.plan, given)
             if kernel is not None:
-                y, memory = _scan(kernel, loop, given, "commit")
+                with torch.autocast(part.views.k.device.type, enabled=False):
+                    y, weights = kernel.scan(given, partial(_reference, loop, "commit"))
+                memory = {"commit": weights}
         elif decoding and sums and _open(run[0], padded):
             kernel = decoder_of(loop.plan, given)
             if kernel is not None:
@@ -72,27 +74,23 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
         runs[-1].append(block)
     parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.columns for block in run]) for run in runs])
     for run, part in zip(runs, parts, strict=True):
-        begins, slow = run[0].restart, dict(loop.learner.slow.items())
+        begins = run[0].restart
         if begins is not None:
             memory = choose(begins, loop.start(len(begins), part.gates.eta.dtype), memory, memory)
             run[0] = run[0]._replace(restart=None)
         given = MiniBatches(
-            part, memory["weights"], slow, None, 1, loop.matmul_dtype, loop.group_size,
+            part, memory["weights"], {}, None, 1, loop.matmul_dtype, loop.group_size,
             rule.read == "exclusive", rule.gradient_at == "decayed",
         )  # fmt: skip
         kernel = kernel_of(loop.plan, given)
         if kernel is None:
             y, memory = in_groups(loop, part, memory, run, True)
         else:
-            y, memory = _scan(kernel, loop, given, "weights")
+            with torch.autocast(part.views.k.device.type, enabled=False):
+                y, weights = kernel.scan(given, partial(_reference, loop, "weights"))
+            memory = {"weights": weights}
         outputs.append(y)  # type: ignore[arg-type]
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
-
-
-def _scan(kernel: Kernel, loop: Parts, given: MiniBatches, slot: str) -> tuple[Tensor, Memory]:
-    with torch.autocast(given.tokens.views.k.device.type, enabled=False):
-        y, weights = kernel.scan(given, partial(_reference, loop, slot))
-    return y, {slot: weights}
 
 
 def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
@@ -160,7 +158,7 @@ def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tens
     """The reference of a kernel: the same tokens by the forms."""
     blocks, _ = consecutive(given.tokens.q.shape[2], 0, loop.plan.block)
     rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
-    y, memory = plainly(loop._replace(rule=rule), given.tokens, {slot: given.weights}, blocks, True, given.slow)
+    y, memory = plainly(loop._replace(rule=rule), given.tokens, {slot: given.weights}, blocks, True, given.slow or None)
     assert y is not None
     return y, memory[slot]
 

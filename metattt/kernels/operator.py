@@ -49,7 +49,7 @@ class Pass(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        return self.given.tokens.k.shape[0] if self.documents is None else self.documents.shape[0] - 1
+        return self.given.tokens.views.k.shape[0] if self.documents is None else self.documents.shape[0] - 1
 
 
 class Operation(Kernel):
@@ -154,13 +154,13 @@ def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tenso
 
 # -- the tensors of a call, and those that it makes --------------------------------------------------------------------
 
-SLOW = "norm_scale", "norm_bias"  #: slow weights that an operation may take, in order
+SLOW = "norm_scale", "norm_bias"  #: slow weights of an operation that takes any, in order
 
 
 def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
     tokens = [x for x in given.tokens.tensors if x is not None]
-    slow = [given.slow[name] for name in SLOW if name in given.slow]
+    slow = map(given.slow.__getitem__, SLOW if given.slow else ())
     return [*tokens, *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
 
 
@@ -169,8 +169,8 @@ def shell(given: MiniBatches) -> MiniBatches:
     nothing = torch.empty(0)
     tokens = given.tokens.map(lambda x: nothing)
     tau = None if given.tau is None else nothing
-    empty = [dict.fromkeys(tensors, nothing) for tensors in (given.weights, given.slow)]
-    return given._replace(tokens=tokens, weights=empty[0], slow=empty[1], tau=tau)
+    weights, slow = dict.fromkeys(given.weights, nothing), dict.fromkeys(given.slow, nothing)
+    return given._replace(tokens=tokens, weights=weights, slow=slow, tau=tau)
 
 
 def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
@@ -178,7 +178,7 @@ def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
     rest = iter(tensors)
     tokens = given.tokens.map(lambda x: next(rest))
     tau = None if given.tau is None else next(rest)
-    slow = {name: next(rest) for name in SLOW if name in given.slow}
+    slow = {name: next(rest) for name in SLOW} if given.slow else {}
     return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
 
 

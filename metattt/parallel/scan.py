@@ -19,7 +19,7 @@ from metattt.inner.packing import Call, Packing
 from metattt.layer import TTTLayer
 from metattt.memory import Memory
 from metattt.models.language_model import LanguageModel
-from metattt.modules import CausalConv, expand_like
+from metattt.modules import CausalConv, document_tail, expand_like
 from metattt.optimizers.base import Gates
 from metattt.parallel.heads import DividedLayer, runs_alike
 from metattt.state import Context, State, Tensors
@@ -51,7 +51,8 @@ class Scan:
     def convolve(self, conv: CausalConv, x: Tensor, tail: None, ctx: Context) -> tuple[Tensor, Tensor]:
         """The convolution before the layer, after the last tokens of the process before; this one's go to the next at
         once."""
-        return CausalConv.forward(conv, *self.pass_on("tail", x, conv.tail(conv.pad(x, None), ctx)), ctx)
+        tail = document_tail(conv.pad(x, None), conv.weight.shape[-1] - 1, ctx)
+        return CausalConv.forward(conv, *self.pass_on("tail", x, tail), ctx)
 
     def run(
         self, layer: TTTLayer, x: Tensor, state: State, packing: Packing | None, donate_state: bool

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.modules import CausalConv, affine, convolution, made_once, projection, rms_norm
+from metattt.modules import CausalConv, affine, convolution, document_tail, made_once, projection, rms_norm
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import WHOLE_CALL, Context, Tensors
@@ -255,7 +255,7 @@ class Reconstruction(Task):
         if self.shared_qk:
             shared = self.conv_q.pad(self.q(x), state.get("conv"))
             q, k = self.conv_q.convolve(shared, ctx), self.conv_k.convolve(shared, ctx)
-            kept["conv"] = self.conv_q.tail(shared, ctx)
+            kept["conv"] = document_tail(shared, self.conv_width - 1, ctx)
             q, k = (rms_norm(self.q_norm, q), rms_norm(self.k_norm, k)) if self.qk_norm else (q, k)
             v = self.v(x)
         else:

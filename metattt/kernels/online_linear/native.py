@@ -88,9 +88,9 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         sizes = heads, count, count // pairs.q.shape[2], rows, pairs.v.shape[3], call.group
         flags = self.erases, call.given.decayed, call.given.exclusive, pairs.a is not None and pairs.a.ndim == 4
         views = [n for x in made for n in ((0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3]))]
-        numbers = [*sizes, *flags, *views, *(0 if x is None else x.data_ptr() for x in arrays)]
+        numbers = [*sizes, *flags, *views, *[0 if x is None else x.data_ptr() for x in arrays]]
         packed, learners, function = struct.pack(f"={len(numbers)}q", *numbers), batch * heads, getattr(library, name)
-        use_large_pages(library, *(x for x in (*made[7:], *arrays[1:]) if x is not None))
+        use_large_pages(library, *[x for x in (*made[7:], *arrays[1:]) if x is not None])
 
         def run(first: int, last: int) -> int:
             return function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
