@@ -51,8 +51,8 @@ class Scan:
     def convolve(self, conv: CausalConv, x: Tensor, tail: None, ctx: Context) -> tuple[Tensor, Tensor]:
         """The convolution before the layer, after the last tokens of the process before; this one's go to the next at
         once."""
-        tail = document_tail(conv.pad(x, None), conv.weight.shape[-1] - 1, ctx)
-        return CausalConv.forward(conv, *self.pass_on("tail", x, tail), ctx)
+        own = document_tail(conv.pad(x, None), conv.weight.shape[-1] - 1, ctx)
+        return CausalConv.forward(conv, *self.pass_on("tail", x, own), ctx)
 
     def run(
         self, layer: TTTLayer, x: Tensor, state: State, packing: Packing | None, donate_state: bool

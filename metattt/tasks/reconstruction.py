@@ -268,9 +268,8 @@ class Reconstruction(Task):
             positions = ctx.positions
             if self.rope == "mini_batch":
                 positions = ctx.places if ctx.mini_batch_size == WHOLE_CALL else positions % ctx.mini_batch_size
-            if ctx.mini_batch_size <= MOST_TURNS and self._decodes(
-                q
-            ):  # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
+            if q.shape[2] == 1 and ctx.mini_batch_size <= MOST_TURNS and self._decodes(q):
+                # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
                 pairs = torch.view_as_complex(torch.stack([q, k]).unflatten(-1, (-1, 2)))
                 table = _known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
                 q, k = torch.view_as_real(pairs * table[positions].unsqueeze(1)).flatten(-2).unbind(0)
