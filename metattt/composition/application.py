@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -129,7 +128,6 @@ def complete(words: Sequence[str], commands: Sequence[str]) -> None:
     if job not in commands:
         return
     load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
-    importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
     rest = re.sub(r"(--config-dir|-cd)[ =](\S+)", rf"{SEARCH_PATH}=[file://\2]", typed[2] if len(typed) > 2 else "")
     line = {"COMP_LINE": f"metattt {rest}"}
     with application(job) as app, mock.patch.object(sys, "argv", ["metattt"]), mock.patch.dict(os.environ, line):
