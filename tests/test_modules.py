@@ -67,3 +67,22 @@ def test_a_call_with_other_values() -> None:
     found = with_values(module, values)(x)
     assert torch.equal(found, functional_call(module, values, (x,)))
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_derivatives_of_a_convolution(bias: bool) -> None:
+    """First and second ones, of inputs and weights; where only one of them is wanted, of that."""
+    conv, ctx = CausalConv(3, 4, bias).double(), Context(torch.zeros(1, 1, dtype=torch.long), None, None, 1)
+    padded = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
+    given = [padded, *conv.parameters()]
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        for name, value in zip([name for name, _ in conv.named_parameters()], parameters, strict=True):
+            conv._parameters[name] = value
+        return conv.convolve(x, ctx)
+
+    assert torch.autograd.gradcheck(function, given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
+    (whole, *_) = torch.autograd.grad(function(*given).square().sum(), given)
+    function(padded, *(p.detach() for p in given[1:])).square().sum().backward()
+    torch.testing.assert_close(padded.grad, whole)

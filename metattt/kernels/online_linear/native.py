@@ -8,6 +8,7 @@ chunk, its triangular system, and the tensors between them take longer.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,6 @@ from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, p
 from metattt.kernels.operator import Operation, Pass, Results, empty_like_tokens, flat
 
 SOURCE = Path(__file__).with_name("native.cpp")
-CHUNK_BYTES = 1 << 19  # of weights that the backward pass stores at once: about what stays in the cache
 SMALLEST_SHARE = 512  # pairs that are worth a thread
 
 
@@ -44,9 +44,9 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         return None if load(SOURCE, {}) else "no C++ compiler (see the debug log)"
 
     def group_size(self, given: MiniBatches, sequences: int) -> int:
-        """Pairs whose weights the backward pass stores."""
-        (w,) = given.weights.values()
-        return max(8, min(64, CHUNK_BYTES // (4 * w[0, 0].numel())))
+        """Pairs whose weights the backward pass stores at once. More need fewer to be kept, and no longer fit into the
+        cache."""
+        return given.group_size or max(32, min(256, round(math.sqrt(given.tokens.k.shape[2]))))
 
     def forward(self, call: Pass) -> Results:
         (w,), pairs = call.given.weights.values(), pairs_of(call.given.tokens)
