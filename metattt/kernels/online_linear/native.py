@@ -44,9 +44,9 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         return None if load(SOURCE, {}) else "no C++ compiler (see the debug log)"
 
     def group_size(self, given: MiniBatches, sequences: int) -> int:
-        """Pairs whose weights the backward pass stores at once. More need fewer to be kept, and no longer fit into the
-        cache."""
-        return given.group_size or max(32, min(256, round(math.sqrt(given.tokens.k.shape[2]))))
+        """Pairs whose weights the backward pass stores at once, whatever `layer.group_size` says of mini-batches. More
+        need fewer to be kept, and no longer fit into the cache."""
+        return max(32, min(256, round(math.sqrt(given.tokens.k.shape[2]))))
 
     def forward(self, call: Pass) -> Results:
         (w,), pairs = call.given.weights.values(), pairs_of(call.given.tokens)
@@ -90,7 +90,8 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         views = [n for x in made for n in ((0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3]))]
         numbers = [*sizes, *flags, *views, *[0 if x is None else x.data_ptr() for x in arrays]]
         packed, learners, function = struct.pack(f"={len(numbers)}q", *numbers), batch * heads, getattr(library, name)
-        use_large_pages(library, *[x for x in (*made[7:], *arrays[1:]) if x is not None])
+        new = (made[7], *made[9:], *arrays[1:3])  # y or cotangents, and what is kept
+        use_large_pages(library, *[x for x in new if x is not None])
 
         def run(first: int, last: int) -> int:
             return function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
