@@ -67,7 +67,9 @@ def scan(
 
 def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]) -> tuple[Tensor, Memory]:
     """`scan` of a rule that knows no mini-batches: all tokens of a document are one call of a kernel."""
-    rule, runs, outputs = loop.rule, list[list[Block]](), list[Tensor]()
+    rule = loop.rule
+    runs: list[list[Block]] = []
+    outputs: list[Tensor] = []
     for block in blocks:
         if not runs or block.restart is not None:
             runs.append([])

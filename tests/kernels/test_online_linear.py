@@ -183,3 +183,18 @@ def test_which_rules_it_computes(name: str) -> None:
     assert bool(layer.plan.kernels) == covered, layer.plan.reasons
     assert layer(torch.zeros(1, 3, 16))[0].dtype == torch.float32
     assert layer.double()(torch.zeros(1, 3, 16).double())[0].dtype == torch.float64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated_delta_net", "rwkv7"])
+def test_compilers_and_transforms_take_the_forms(name: str) -> None:
+    torch._dynamo.reset()
+    layer = build(f"layer={name}", "dim=16", "num_heads=2")
+    x = torch.randn(2, 20, 16, generator=torch.Generator().manual_seed(0))
+    expected = layer(x)[0].detach()
+    found = [
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x)[0],
+        torch.export.export(layer, (x,)).module()(x)[0],
+        torch.func.vmap(lambda row: layer(row[None])[0][0])(x),
+    ]
+    assert max(distance(y.detach(), expected) for y in found) < 1e-5
