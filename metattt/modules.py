@@ -164,10 +164,13 @@ class _Depthwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(padded, weight)
+        ctx.set_materialize_grads(False)
         return F.conv2d(padded.mT.unsqueeze(2), weight.unsqueeze(2), bias, groups=len(weight)).squeeze(2).mT
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None
         padded, weight = ctx.saved_tensors
         width, length = weight.shape[-1], dy.shape[1]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad

@@ -79,9 +79,10 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
     """
     owner, _, key = full_key.rpartition(".")
     if full_key in IN_FULL.values():
+        chosen = "trainer=fsdp or trainer=time_parallel_fsdp" if key == "tensor_ranks" else "trainer=time_parallel"
         return (
-            f"`trainer.{key}` belongs to trainer=time_parallel, where several processes read one sequence: choose "
-            "that, and as many processes, e.g. trainer=time_parallel trainer.time_ranks=2 trainer.devices=2."
+            f"`trainer.{key}` belongs to {chosen}, where several processes read one sequence: choose that, and as many "
+            "processes, e.g. trainer=time_parallel trainer.time_ranks=2 trainer.devices=2."
         )
     fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
     near, known = nearest(key, fields), known_keys(parent)

@@ -34,7 +34,7 @@ def forms_float32(spec: Specimen) -> float:
 
 def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
     """Every form against the reference, also if a sequence is split."""
-    found = spec.forms()
+    found = spec.forms(dtype)
     if not found:
         raise NotApplicable("the learner keeps its data and has one form")
     x = spec.tokens(dtype=dtype)

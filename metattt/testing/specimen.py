@@ -113,21 +113,20 @@ class Specimen:
             randomize(layer)
             return layer.to(dtype)
 
-    def forms(self) -> list[str]:
-        """The forms that can compute this combination, the oracle first."""
-        layer = self.make()
-        if not layer.learner.has_weights:  # an error in every form is an error, not a missing form
+    def forms(self, dtype: torch.dtype = torch.float64) -> list[str]:
+        """The forms that can compute this combination with tokens of a type, the oracle first."""
+        if not self.make().learner.has_weights:  # an error in every form is an error, not a missing form
             return []
-        x = self.tokens()[:, :1]
-        start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-        views, found = layer.tokens(x, start, layer.call(x, start).ctx)[0], []
+        found, x = [], self.tokens(dtype=dtype)
         for form in ASKED[1:]:
-            if form == "fused" and views.k.ndim == 5:  # kernels take one pair a token, which a layer sees in its call
-                continue
             try:
-                found.append(self.make(form=form).form)
+                layer = self.make(form=form, dtype=dtype)
+                if form == "fused":  # a kernel sees types, and how many pairs a token gives, in a call
+                    with torch.no_grad():
+                        layer(x)
             except MetaTTTError:
                 continue
+            found.append(layer.form)
         return found
 
     def tokens(self, batch: int = 2, extra: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
