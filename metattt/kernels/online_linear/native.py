@@ -96,7 +96,7 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         def run(first: int, last: int) -> int:
             return function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
 
-        threads = min(torch.get_num_threads(), learners, max(1, learners * count // SMALLEST_SHARE))
+        threads = max(1, min(torch.get_num_threads(), learners, learners * count // SMALLEST_SHARE))
         if any([run(0, learners)] if threads == 1 else divide(run, learners, threads)):
             raise MemoryError("no memory for the weights of a chunk of tokens")
 
