@@ -1,14 +1,12 @@
-"""Small shared modules, and modules of others with other values."""
+"""Small shared modules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
-from metattt.functional import with_values
 from metattt.modules import CausalConv
 from metattt.state import Context
 from metattt.tasks.reconstruction import rotary_table, rotate
@@ -41,32 +39,6 @@ def test_frequencies_are_known_to_whoever_asks_next() -> None:
     with FakeTensorMode():
         assert rotary_table(torch.zeros(1, 5, dtype=torch.long), 6, 321.0, torch.float32)[0].shape == (1, 1, 5, 3)
     assert type(rotary_table(positions, 6, 321.0, torch.float32)[0]) is torch.Tensor
-
-
-class Odd(nn.Module):
-    """Refers to its parts in every way a module can: tied, in a list, in a dictionary, through a bound method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.listed, self.named, self.method, self.itself = [self.first], {"second": (self.second,)}, self.twice, [self]
-
-    def twice(self, x: Tensor) -> Tensor:
-        return 2 * self.first(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.listed[0](x) + self.named["second"][0](x).sin() + self.method(x) + self.itself[0].second(x)
-
-
-def test_a_call_with_other_values() -> None:
-    module, x = Odd(), torch.randn(2, 3)
-    values = {name: torch.randn_like(p) for name, p in module.named_parameters()}
-    before = {name: p.clone() for name, p in module.named_parameters()}
-    assert set(values) == {"first.weight", "first.bias", "second.bias"}
-    found = with_values(module, values)(x)
-    assert torch.equal(found, functional_call(module, values, (x,)))
-    assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
 
 
 @pytest.mark.parametrize("bias", [True, False])
