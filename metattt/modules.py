@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -219,6 +220,11 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or interpreter_stack() is not None
 
 
+RECORDING: ContextVar[bool] = ContextVar("recording", default=False)
+"""Whether operations are being recorded (`metattt.generation.recorder`): no value may be read back from a tensor then,
+and a kernel must be an operator of torch."""
+
+
 def needs_probes() -> bool:
     """Whether gradients inside the forward pass must be taken by `torch.func`.
 
@@ -246,7 +252,7 @@ def check_finite(x: Tensor) -> None:
     Raises:
         NotFinite: `x` has such values.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or transformed():
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or transformed() or RECORDING.get():
         return
     # One pass over x as a rule: only a sum that overflows needs a second look.
     if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):

@@ -41,6 +41,7 @@ class GenerateSettings:
     seed: int | None = None
     tokenizer: str | None = None
     device: str = "auto"
+    compile: bool = False
     trust: Any = None
 
 
@@ -79,6 +80,7 @@ def generate(cfg: DictConfig) -> None:
         chosen.top_p,
         stop=ends(tokenizer),
         seed=chosen.seed,
+        compiled=chosen.compile,
     )
     _write(chosen.prompt)
     started = first = time.perf_counter()
@@ -151,7 +153,7 @@ def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, 
             seed = None if chosen.seed is None else chosen.seed + start  # else every batch would be drawn alike
             texts = generate_text(
                 model, tokenizer, batch, chosen.max_new_tokens, chosen.temperature, chosen.top_k, chosen.top_p,
-                chosen.stop, seed,
+                chosen.stop, seed, compiled=chosen.compile,
             )  # fmt: skip
             for prompt, text in zip(batch, texts, strict=True):
                 file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
-from metattt.generation.static_step import CapturedStep, PlainStep, one_token_step
+from metattt.generation.static_step import Step, one_token_step
 from metattt.inner.diagnostics import require_ids
 from metattt.inner.packing import check_flags
 from metattt.models.language_model import LanguageModel, LanguageModelState
@@ -123,8 +123,10 @@ def generate(
     seed: int | None = None,
     mask: Tensor | None = None,
     state: LanguageModelState | None = None,
+    compiled: bool = False,
 ) -> Iterator[Tensor]:
-    """Continues prompts. The prompt is read in one call; then every token costs one step from the carried state.
+    """Continues prompts. The prompt is read in one call; then every token costs one step from the carried state, recorded
+    where many follow (`metattt.generation.static_step`).
 
     Args:
         model: the model, in evaluation mode.
@@ -167,7 +169,7 @@ def generate(
             f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)"
         )
     next_token = partial(draw, temperature=temperature, top_k=top_k, top_p=top_p)
-    return _generate(model, ids, max_new_tokens, next_token, stop, seed, mask, state)
+    return _generate(model, ids, max_new_tokens, next_token, stop, seed, mask, state, compiled)
 
 
 def _generate(
@@ -179,6 +181,7 @@ def _generate(
     seed: int | None,
     mask: Tensor | None,
     state: LanguageModelState | None,
+    compiled: bool,
 ) -> Iterator[Tensor]:
     if state is not None:  # steps write over what they are given
         state = state.map(torch.clone)
@@ -187,13 +190,13 @@ def _generate(
     token = torch.zeros_like(ids[:, 0])
     ended = torch.zeros_like(token, dtype=torch.bool)
     ahead = False  # the next logits are on their way already
-    step: PlainStep | CapturedStep | None = None
+    step: Step | None = None
     for index in range(max_new_tokens):
         with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
             if step is None:
                 prompted, state = model.step(ids, state, mask, last_only=True)
                 logits = prompted[:, -1]
-                step, state = one_token_step(model, state, max_new_tokens - 1), None
+                step, state = one_token_step(model, state, max_new_tokens - 1, compiled), None
             elif not ahead:
                 logits = step(token)
             drawn, finite = next_token(logits, generator=generator)

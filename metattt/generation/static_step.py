@@ -1,16 +1,17 @@
-"""The one-token step of generation: on CUDA captured once in a graph and replayed, with the state where it was;
-elsewhere a call of the model.
+"""The one-token step of generation: on CUDA captured once in a graph and replayed, with the state where it was; on the
+CPU recorded once, as the torch functions that it calls; elsewhere a call of the model.
 
-A replay costs the host one launch in place of hundreds, so that the device sets the pace. What is captured must find
-its
-state at the same addresses in every step: each sequence stands at a place of its own in its mini-batch, a tensor in
-place of a number, and what a layer returns elsewhere is copied back as part of the graph.
+A replay costs the host one launch in place of hundreds, a recorded step no Python between the functions. Both hold for
+one structure of the state: each sequence stands at a place of its own in its mini-batch, a tensor in place of a number.
+What is captured must also find its state at the same addresses in every step: what a layer returns elsewhere is copied
+back as part of the graph.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.generation.recorder import NotStatic, Recorder
 from metattt.memory import content
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.state import State, count_sequences
@@ -25,11 +27,7 @@ from metattt.torch_private import pytree
 
 log = logging.getLogger("metattt")
 
-WORTH = 8  # tokens: capturing takes the time of about as many steps
-
-
-class NotStatic(Exception):
-    """The state of a model does not stay where it is, and as large as it is; the message says what."""
+WORTH = {"cuda": 8, "cpu": 32}  # tokens: capturing or recording takes the time that as many steps save
 
 
 class PlainStep:
@@ -81,24 +79,91 @@ class CapturedStep:
         return self.logits
 
 
-def one_token_step(model: LanguageModel, state: LanguageModelState, count: int) -> PlainStep | CapturedStep:
-    """What takes the next `count` tokens: a graph where there can be one and it is worth it.
+class RecordedStep:
+    """The same from a recording (`metattt.generation.recorder`): bit by bit what a call of the model computes.
+
+    Args:
+        model: in evaluation mode, on the CPU. Its parameters may change in place, but not be replaced; what its modules
+            do besides computing with tensors is done once.
+        state: stays as it is; the steps go on from a copy.
+        compiled: `torch.compile` the recording, which takes seconds (fewer where its cache on the disk knows the step)
+            and rounds otherwise.
+
+    Raises:
+        NotStatic: a state that grows, a step that reads a value back, modules with hooks or compiled ones, or a second
+            token for which the recording computes something else than the model.
+    """
+
+    def __init__(self, model: LanguageModel, state: LanguageModelState, compiled: bool = False):
+        for module in model.modules():
+            if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None:
+                raise NotStatic(f"{type(module).__name__} has hooks, or is compiled")
+        static, token = static_state(model, state)
+        _, after = model.step(token.unsqueeze(1), static.map(torch.clone), donate_state=True)
+        pairs = zip(_tensors(static), _tensors(after), strict=True)  # laid out as a step leaves it
+        start = [torch.empty_strided(x.shape, y.stride(), dtype=x.dtype).copy_(x) for x, y in pairs]
+        given = [x.clone() for x in start]
+        with Recorder([token, *given]) as recorder:
+            logits, after = model.step(token.unsqueeze(1), _with(static, given), donate_state=True)
+            logits = logits[:, -1]
+        if _structure(after) != _structure(static):
+            raise NotStatic("the state is of another structure after a token")
+        found = _tensors(after)
+        if [x.stride() for x in found] != [x.stride() for x in start]:
+            raise NotStatic("the state is laid out in another way after each token")
+        # those of the state that are other tensors after a token; the rest is written over
+        self._new = [at for at, (x, y) in enumerate(zip(given, found, strict=True)) if x is not y]
+        self._constants, self._static = recorder.constants, static
+        function = recorder.function([logits, *(found[at] for at in self._new)], operators=compiled)
+        self._function: Callable[..., Sequence[Tensor]] = function
+        self._check(model, (token + 1) % model.vocab_size, found)
+        if compiled:
+            # called with tensors of the same shapes for good: nothing has to be looked at before each token
+            unguarded: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+            self._function = torch.compile(function, fullgraph=True, dynamic=False, options=unguarded)
+        self._tensors = start
+
+    def _check(self, model: LanguageModel, token: Tensor, before: Sequence[Tensor]) -> None:
+        self._tensors = [x.clone() for x in before]
+        logits, after = model.step(token.unsqueeze(1), self.state.map(torch.clone), donate_state=True)
+        if not torch.equal(self(token), logits[:, -1]) or not all(map(torch.equal, self._tensors, _tensors(after))):
+            raise NotStatic("the step does something that is no function of torch")
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """As `PlainStep`."""
+        logits, *made = self._function(token, *self._tensors, *self._constants)
+        for at, x in zip(self._new, made, strict=True):
+            self._tensors[at] = x
+        return logits
+
+    @property
+    def state(self) -> LanguageModelState:
+        """The state after the last token."""
+        return _with(self._static, self._tensors)
+
+
+Step = PlainStep | CapturedStep | RecordedStep
+
+
+def one_token_step(model: LanguageModel, state: LanguageModelState, count: int, compiled: bool = False) -> Step:
+    """What takes the next `count` tokens: a graph or a recording where there can be one and it is worth it.
 
     Args:
         model: in evaluation mode.
         state: after the prompt; given up.
         count: steps to come, at most.
+        compiled: see `RecordedStep`; on CUDA it changes nothing.
     """
     device = model.embedding.weight.device
-    if device.type != "cuda" or count < WORTH:
+    if count < WORTH.get(device.type, math.inf):
         return PlainStep(model, state)
     try:
-        captured = CapturedStep(model, state)
+        made = CapturedStep(model, state) if device.type == "cuda" else RecordedStep(model, state, compiled)
     except (NotStatic, RuntimeError, MetaTTTError) as reason:
-        log.debug("generation: no CUDA graph, every token is a call of the model: %s", reason)
+        log.debug("generation: every token is a call of the model: %s", reason)
         return PlainStep(model, state)
-    log.debug("generation: the one-token step is a CUDA graph")
-    return captured
+    log.debug("generation: the one-token step is a %s", "CUDA graph" if device.type == "cuda" else "recording")
+    return made
 
 
 @contextmanager
@@ -183,3 +248,13 @@ def _leaves(state: Any) -> list[tuple[str, Any]]:
 def _structure(state: Any) -> dict[str, Any]:
     """What must be the same after a token: shapes and types of tensors, and the numbers beside them."""
     return {path: (list(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (x,) for path, x in _leaves(state)}
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor)]
+
+
+def _with(state: Any, tensors: Sequence[Tensor]) -> Any:
+    """`state` with other tensors, in the order of `_tensors`."""
+    rest = iter(tensors)
+    return pytree.tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, state)

@@ -107,6 +107,7 @@ def generate_text(
     stop: Sequence[str] = (),
     seed: int | None = None,
     state: LanguageModelState | None = None,
+    compiled: bool = False,
 ) -> list[str]:
     """Continues every prompt; each is read from a separator on, as documents are in training, or as what follows in the
     document that `state` has read.
@@ -122,6 +123,7 @@ def generate_text(
         stop: a continuation ends before the first of these strings.
         seed: of the draws; None is torch's own state.
         state: of one sequence, which every prompt goes on from, or of as many as there are prompts; it stays as it is.
+        compiled: see `metattt.generation.sampling.generate`.
 
     Returns:
         The continuations, without prompt and stop string.
@@ -146,8 +148,9 @@ def generate_text(
     device = model.embedding.weight.device
     drawn: list[list[str]] = [[] for _ in prompts]
     for tokens in generate(
-        model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device), state
-    ):
+        model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device), state,
+        compiled,
+    ):  # fmt: skip
         for index, token in enumerate(tokens.tolist()):
             drawn[index].append(texts[index].add(token))
         if all(text.ended for text in texts):

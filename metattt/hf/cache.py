@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.models.language_model import LanguageModelState
+from metattt.generation.static_step import WORTH, PlainStep, Step, one_token_step
+from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.optional import need
 from metattt.state import count_sequences
 
@@ -33,8 +34,22 @@ class MetaTTTCache(Cache):
             raise MetaTTTError(
                 f"state is a {type(state).__name__}, expected a LanguageModelState of an earlier call, or None"
             )
-        self._state = None if state is None else state.map(torch.clone)
+        self._kept = None if state is None else state.map(torch.clone)
         self._seen = 0
+        self._step: Step | None = None  # holds the state while there is one
+        self._within: object = None
+        self._alike = 0  # tokens that were read one by one within the same call of `generate`
+
+    @property
+    def _state(self) -> LanguageModelState | None:
+        return self._kept if self._step is None else self._step.state
+
+    @_state.setter
+    def _state(self, state: LanguageModelState | None) -> None:
+        self._kept, self._step, self._alike = state, None, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kept": self._state, "_step": None, "_within": None}  # a copy does without the model
 
     @property
     def state(self) -> LanguageModelState | None:
@@ -49,6 +64,20 @@ class MetaTTTCache(Cache):
         """The state after another `count` columns of tokens."""
         self._state = state
         self._seen += count
+
+    def advance(self, model: LanguageModel, token: Tensor, within: object) -> Tensor:
+        """The logits `[B, V]` after another token `[B]`, by a step that is recorded once there have been some
+        (`metattt.generation.static_step`); `within`: the call of `generate`, in which `model` does not change."""
+        if within is not self._within:
+            self._state, self._within = self._state, within
+        worth = WORTH["cpu"]
+        if self._step is None or self._alike == worth:
+            state = self._state
+            assert state is not None
+            self._step = PlainStep(model, state) if self._alike < worth else one_token_step(model, state, worth)
+        self._alike += 1
+        self._seen += 1
+        return self._step(token)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of tokens (padding included) that were read through this cache, and not by a state that it was
@@ -65,7 +94,7 @@ class MetaTTTCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether anything was read."""
-        return self._state is not None
+        return self.is_initialized
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i goes on from what sequence `beam_idx[i]` has read."""
@@ -107,7 +136,7 @@ class MetaTTTCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether anything was read."""
-        return self._state is not None
+        return self._kept is not None or self._step is not None
 
     is_linear = [False]  # noqa: RUF012 - else Transformers would hand over tokens again that were read
     is_compileable = False  # the state's tensors are new ones after every call

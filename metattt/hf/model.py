@@ -54,6 +54,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True
 
     config: MetaTTTConfig
+    _generating: object = None  # the call of `generate` that is running
 
     def __init__(self, config: MetaTTTConfig, trust: Collection[str] = ()):
         super().__init__(config)
@@ -140,15 +141,18 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
             cache = MetaTTTCache()
-        state = None if cache is None else cache.give_up()
         mask = _columns(attention_mask, input_ids)
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         if last_only and mask is not None and not mask.any(1).all():
             raise MetaTTTError("attention_mask has a row without a real token: leave out that prompt")
-        donate = not torch.is_grad_enabled()
-        logits, state = self.model.step(input_ids, state, mask, last_only=last_only, donate_state=donate)
-        if cache is not None:
-            cache.take(state, input_ids.shape[1])
+        one = input_ids.shape[1] == 1 and (mask is None or (not mask.is_cuda and bool(mask.all())))
+        if one and cache is not None and cache.is_initialized and self._generating is not None:
+            logits = cache.advance(self.model, input_ids[:, 0], self._generating).unsqueeze(1)
+        else:
+            state, donate = None if cache is None else cache.give_up(), not torch.is_grad_enabled()
+            logits, state = self.model.step(input_ids, state, mask, last_only=last_only, donate_state=donate)
+            if cache is not None:
+                cache.take(state, input_ids.shape[1])
         loss = None
         if labels is not None:
             following, size = _next(labels, mask), self.config.vocab_size
@@ -160,6 +164,14 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             keep = slice(-logits_to_keep if logits_to_keep else None, None)
         returned: dict[str, Any] = {CACHE: cache if use_cache else None}
         return CausalLMOutputWithPast(loss=loss, logits=logits[:, keep], **returned)
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """As Transformers has it; while it runs, the model does not change, so that the step of a token is recorded."""
+        before, self._generating = self._generating, object()
+        try:
+            return super().generate(*args, **options)
+        finally:
+            self._generating = before
 
     def _check_adapters(self) -> None:
         """Refuses an adapter (peft) on a weight that embeds tokens and predicts them: merged, it would change both.

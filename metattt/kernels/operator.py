@@ -20,6 +20,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.base import Kernel
+from metattt.modules import RECORDING
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 from metattt.tasks.base import Views
@@ -58,6 +59,7 @@ class Operation(Kernel):
 
     largest_group: int  #: mini-batches; bounds what is held while a group is computed
     operator: Callable[..., list[Tensor]]  #: by `register_operator`
+    decode_operator: Callable[..., Tensor]  #: by `register_decode`
     operands: torch.dtype | None = None  #: of products, whatever the views have; None: the type of the views
 
     @abstractmethod
@@ -92,7 +94,7 @@ class Operation(Kernel):
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
         call = self.passed(given)
-        if type(self).device != "cpu" or torch.compiler.is_compiling():
+        if type(self).device != "cpu" or torch.compiler.is_compiling() or RECORDING.get():
             y, *after = self.operate(call)
             y = y.to(given.tokens.gates.eta.dtype)
         elif call.keep:
@@ -100,6 +102,23 @@ class Operation(Kernel):
         else:
             y, after, _ = self.forward(call)
         return y, dict(zip(given.weights, after, strict=False))
+
+    def one_token(
+        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
+        scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
+    ) -> Tensor:  # fmt: skip
+        """As `advance`, for one token of each sequence, whose mini-batches are open at places of their own.
+
+        Args:
+            q, k, v, eta: `[B, H, d]` and `[B, H]`.
+            weights, update: W_a and M `[B, H, ...]`, contiguous; both are written over.
+            scale, shift, tau, size: as of `MiniBatches`.
+            phase: `[B]` integers, the place of the token in its mini-batch.
+
+        Returns:
+            Predictions `[B, H, d]`, contiguous, in the type of q.
+        """
+        raise NotImplementedError(self.name)
 
     def passed(self, given: MiniBatches, final: bool = True, documents: Tensor | None = None) -> Pass:
         """A call: whether a backward pass will follow is known from grad mode and the tensors, the group from sizes."""
@@ -295,3 +314,32 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
     backward.register_autograd(refuse)
     for kernel in kernels:
         kernel.operator = getattr(torch.ops.metattt, name).default
+
+
+LIBRARY = torch.library.Library("metattt", "FRAGMENT")  # (what `custom_op` makes costs a token three times as much)
+BEHIND: dict[object, Callable[..., Any]] = {}
+"""What computes an operator of `LIBRARY`: its call through torch takes as long as it does."""
+
+
+def register_decode(name: str, kernels: Sequence[type[Operation]]) -> None:
+    """Makes the operator `metattt::<name>_decode`: `Operation.one_token`, the state in place."""
+    made = {kernel.device: kernel() for kernel in reversed(kernels)}
+    LIBRARY.define(
+        f"{name}_decode(Tensor q, Tensor k, Tensor v, Tensor eta, Tensor(a!)[] weights, Tensor(b!)[] update, "
+        "Tensor scale, Tensor shift, Tensor? tau, Tensor phase, int size, str by) -> Tensor"
+    )
+
+    def decode(*given: Any) -> Tensor:
+        *tensors, by = given
+        return made[by].one_token(*tensors)
+
+    LIBRARY.impl(f"{name}_decode", decode, "CompositeExplicitAutograd")
+
+    @torch.library.register_fake(f"metattt::{name}_decode", lib=LIBRARY)
+    def _(q: Tensor, *rest: Any) -> Tensor:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+    operator = getattr(torch.ops.metattt, f"{name}_decode").default
+    BEHIND[operator] = decode
+    for kernel in kernels:
+        kernel.decode_operator = operator

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import affine, made_once, rounds, transformed
+from metattt.modules import RECORDING, affine, made_once, rounds, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
 from metattt.setting import setting
@@ -126,7 +126,7 @@ class GradientDescent(StepSize):
             return None
         offset = self.token_step_offset
         plain = type(offset) is nn.Parameter and offset.device.type == "cpu" and not torch.is_grad_enabled()
-        if not plain or torch.compiler.is_compiling() or transformed():
+        if not plain or torch.compiler.is_compiling() or transformed() or RECORDING.get():
             return self._steps(offset)
         # the same for every token while decoding: cached with the parameter and its version
         map_, known, tau = self.__dict__.get("_kept_steps", (None, offset, offset))

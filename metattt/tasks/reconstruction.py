@@ -269,10 +269,12 @@ class Reconstruction(Task):
             if self.rope == "mini_batch":
                 positions = ctx.places if ctx.mini_batch_size == WHOLE_CALL else positions % ctx.mini_batch_size
             if q.shape[2] == 1 and ctx.mini_batch_size <= MOST_TURNS and self._decodes(q):
-                # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
-                pairs = torch.view_as_complex(torch.stack([q, k]).unflatten(-1, (-1, 2)))
+                # for one token the number of operations counts: q and k together, features 2i and 2i+1 exchanged
+                both = torch.stack([q, k])
+                exchanged = both.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
                 table = _known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
-                q, k = torch.view_as_real(pairs * table[positions].unsqueeze(1)).flatten(-2).unbind(0)
+                cos, sin = table[positions].unsqueeze(1).unbind(-2)
+                q, k = torch.addcmul(both * cos, exchanged, sin).unbind(0)
             else:
                 if self.rope == "map":
                     cos, sin = self._turns_of_map(ctx.places, q)
@@ -374,9 +376,10 @@ _known_frequencies = made_once(_frequencies)
 
 @made_once
 def _known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """`cos + i sin` of the first `count` positions, `[count, width/2]`."""
+    """For the first `count` positions `[count, 2, width]`: what features are multiplied by, and their neighbours."""
     cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
-    return torch.complex(cos, sin)[0, 0]
+    pairs = torch.stack([cos, cos], -1), torch.stack([-sin, sin], -1)
+    return torch.stack([pair.flatten(-2) for pair in pairs], -2)[0, 0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

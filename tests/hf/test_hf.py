@@ -31,6 +31,7 @@ from metattt.composition.compose import compose
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import load_tokenizer
 from metattt.errors import MetaTTTError
+from metattt.generation import static_step
 from metattt.generation.text import generate_text
 from metattt.hf import MetaTTTCache, MetaTTTConfig, MetaTTTForCausalLM
 
@@ -254,6 +255,24 @@ def test_a_conversation_goes_on_from_the_cache(model: MetaTTTForCausalLM, tokeni
     found = model.generate(longer, max_new_tokens=5, past_key_values=turn.past_key_values)
     assert torch.equal(found, model.generate(longer, max_new_tokens=5))
     assert torch.equal(found, model.generate(longer, max_new_tokens=5, past_key_values=kept))  # the copy stayed as it was
+
+
+def test_a_long_text_is_drawn_by_a_recorded_step(
+    model: MetaTTTForCausalLM, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    with caplog.at_level("DEBUG", "metattt"):
+        found = model.generate(**given, **options)
+        assert "step is a recording" in caplog.text
+        copied, more = copy.deepcopy(found.past_key_values), torch.tensor([[7, 8]] * len(PROMPTS))
+        after = torch.cat([found.sequences, more], 1)
+        going_on = [model.generate(after, max_new_tokens=4, past_key_values=one) for one in (found.past_key_values, copied)]
+    monkeypatch.setitem(static_step.WORTH, "cpu", 1000)
+    plain = model.generate(**given, **options)
+    assert torch.equal(plain.sequences, found.sequences)
+    whole = model.generate(after, max_new_tokens=4, past_key_values=plain.past_key_values)
+    assert all(torch.equal(one, whole) for one in going_on)
 
 
 def test_a_state_learned_elsewhere(model: MetaTTTForCausalLM, tokenizer: Any) -> None:

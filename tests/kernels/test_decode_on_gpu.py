@@ -201,7 +201,7 @@ def test_a_static_state_goes_on_as_any_other(layer: str, prompt: int) -> None:
 class Replayed:
     """What a graph does, call by call."""
 
-    def __init__(self, model: LanguageModel, state: Any, count: int):
+    def __init__(self, model: LanguageModel, state: Any, *_: Any):
         self.model = model
         self.static, self.token = static_state(model, state)
 
@@ -247,5 +247,5 @@ def test_a_cuda_graph_generates_the_same(layer: str, caplog: pytest.LogCaptureFi
         found = torch.stack(list(generate(model, ids, 40, temperature=0)))
     said = "every token is a call of the model" if layer == "attention" else "the one-token step is a CUDA graph"
     assert said in caplog.text
-    monkeypatch.setattr(sampling, "one_token_step", lambda model, state, count: PlainStep(model, state))
+    monkeypatch.setattr(sampling, "one_token_step", lambda model, state, *_: PlainStep(model, state))
     assert torch.equal(found, torch.stack(list(generate(model, ids, 40, temperature=0))))

@@ -160,7 +160,7 @@ def test_operators_pass_the_checks_of_torch(op: str) -> None:
     token = [given[name].detach()[:, 0].contiguous() for name in TOKENS]
     states = [torch.zeros_like(x)[None] for x in weights * 2]
     phase = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    arguments = (*token, states[: len(names)], states[len(names) :], *saved[7:], saved[6], phase, 16)
+    arguments = (*token, states[: len(names)], states[len(names) :], *saved[7:], saved[6], phase, 16, "cuda")
     torch.library.opcheck(decode.default, arguments, test_utils=tests)
 
 

@@ -7,11 +7,14 @@ is done here.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.threads import divide
 from metattt.state import Tensors
@@ -23,19 +26,17 @@ _pack = struct.Struct(f"={5 + 5 * 4 + 4 + 4 * MOST_WEIGHTS}q").pack  # `struct A
 
 
 def advance(
-    function: Any, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
+    function: Any, given: MiniBatches, update: Tensors | None, phase: int, donate_state: bool
 ) -> tuple[Tensor, Tensors, Tensors | None]:
-    """`function` of a library, for all learners; see `NativeForm.advance`."""
-    tokens, tau, weights = given.tokens, given.tau, given.weights
+    """`function` of a library, for all learners at the same place; see `NativeForm.advance`."""
+    tokens, weights = given.tokens, given.weights
     k, v, q, eta = tokens.views.k, tokens.views.v, tokens.views.q, tokens.gates.eta
     batch, heads, count, width = k.shape
-    aligned = not isinstance(phase, Tensor)
-    completes = aligned and phase + count == given.size
-    names = list(weights)
+    completes, names = phase + count == given.size, list(weights)
     start = [_dense(x) for x in weights.values()]
     before = None if update is None else [_dense(update[name].to(x.dtype)) for name, x in weights.items()]
     committed: list[Tensor] | None = None
-    if completes or not aligned:
+    if completes:
         committed = start if donate_state else [torch.empty_like(x) for x in start]
     updated: list[Tensor] | None = None
     if not completes or count > 1:  # the last token of a mini-batch needs no M after it
@@ -43,53 +44,61 @@ def advance(
     y = torch.empty_strided(
         (batch, heads, count, width), (count * heads * width, width, heads * width, 1), dtype=k.dtype
     )
-    views = [x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, q)]
-    scale, shift = _dense(given.slow["norm_scale"]), _dense(given.slow["norm_bias"])
-    tau = None if tau is None else _dense(tau)
-    phases = None if aligned else _dense(phase)  # type: ignore[arg-type]
-    passed = _pack(
-        heads,
-        count,
-        given.size,
-        phase if aligned else 0,
-        _pointer(phases),
-        *_view(views[0]),
-        *_view(views[1]),
-        *_view(views[2]),
-        *_view(eta),
-        *_view(y),
-        _pointer(tau),
-        0 if tau is None or tau.shape[0] == 1 else given.size,
-        scale.data_ptr(),
-        shift.data_ptr(),
-        *_pointers(start),
-        *_pointers(committed),
-        *_pointers(before),
-        *_pointers(updated),
-    )
-    learners, threads = batch * heads, torch.get_num_threads()
-    if threads > 1:
-        threads = max(1, min(threads, learners, count * sum([x.numel() for x in start]) // SMALLEST_SHARE))
-    if threads == 1:
-        function(passed, 0, learners)
-    else:
-        divide(lambda first, last: function(passed, first, last), learners, threads)
+    views = [_row(k), _row(v), _row(q), eta, y]
+    norm, state = (given.slow["norm_scale"], given.slow["norm_bias"]), (start, committed, before, updated)
+    _call(function, (batch, heads, count, given.size), phase, views, given.tau, norm, state)
     after = weights if committed is None else dict(zip(names, committed, strict=True))
     return y, after, None if completes or updated is None else dict(zip(names, updated, strict=True))
+
+
+def one_token(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
+    scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
+) -> Tensor:  # fmt: skip
+    """`function` of a library, for one token of each sequence and its own place; see `Operation.one_token`."""
+    batch, heads, width = q.shape
+    y = q.new_empty(batch, heads, width)
+    views, state = [_row(k), _row(v), _row(q), eta, y], (weights, weights, update, update)
+    _call(function, (batch, heads, 1, size), phase, views, tau, (scale, shift), state)
+    return y
+
+
+def _call(
+    function: Any, sizes: tuple[int, int, int, int], phase: int | Tensor, views: Sequence[Tensor], tau: Tensor | None,
+    norm: Sequence[Tensor], state: Sequence[Sequence[Tensor] | None],
+) -> None:  # fmt: skip
+    """Calls `function` with `struct Advance`.
+
+    Args:
+        sizes: sequences, heads, tokens, tokens of a mini-batch.
+        views: k, v, q, η and y; without an axis for tokens where there is one.
+        norm: its scale and offset.
+        state: weights before and after, M before and after.
+    """
+    batch, heads, count, size = sizes
+    phases = None if isinstance(phase, int) else _dense(phase)
+    scale, shift, steps = _dense(norm[0]), _dense(norm[1]), None if tau is None else _dense(tau)
+    numbers = [heads, count, size, *((phase, 0) if phases is None else (0, phases.data_ptr()))]
+    for x in views:  # without an axis for tokens, the stride that stands in its place is multiplied by 0
+        numbers += x.data_ptr(), *(*x.stride(), 0, 0)[:3]
+    numbers += 0 if steps is None else steps.data_ptr(), 0 if steps is None or steps.shape[0] == 1 else size
+    numbers += scale.data_ptr(), shift.data_ptr()
+    for tensors in state:
+        pointers = [] if tensors is None else [x.data_ptr() for x in tensors]
+        numbers += pointers + [0] * (MOST_WEIGHTS - len(pointers))
+    passed, learners, threads = _pack(*numbers), batch * heads, torch.get_num_threads()
+    if threads > 1:
+        held = sum([x.numel() for x in state[0] or ()])
+        threads = max(1, min(threads, learners, count * held // SMALLEST_SHARE))
+    failed = [function(passed, 0, learners)] if threads == 1 else divide(partial(function, passed), learners, threads)
+    if any(failed):
+        raise MetaTTTError(f"tokens were given from place {phase if phases is None else phases.tolist()} of {size} on")
 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _view(x: Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), *x.stride()[:3])
-
-
-def _pointer(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _pointers(tensors: list[Tensor] | None) -> list[int]:
-    found = [] if tensors is None else [x.data_ptr() for x in tensors]
-    return found + [0] * (MOST_WEIGHTS - len(found))
+def _row(x: Tensor) -> Tensor:
+    """With the numbers of a token side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()

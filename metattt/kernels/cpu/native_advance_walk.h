@@ -14,10 +14,16 @@ static inline void copy(const float* from, float* to, int64_t size) {
     if (to && to != from) std::memcpy(to, from, size * sizeof(float));
 }
 
-extern "C" void advance(const Advance* call, int64_t first, int64_t last) {
+// 1 where a sequence's place is none in a mini-batch; its learners are then left alone.
+extern "C" int advance(const Advance* call, int64_t first, int64_t last) {
+    int wrong = 0;
     for (int64_t n = first; n < last; ++n) {
         const int64_t batch = n / call->heads, head = n % call->heads;
         const int64_t start = call->phases ? call->phases[batch] : call->phase;
+        if (start < 0 || start + call->count > call->size) {
+            wrong = 1;
+            continue;
+        }
         const float *w[COUNT], *m[COUNT];
         float *committed[COUNT], *updated[COUNT], *nothing[COUNT] = {};
         of_learner(call->weights, n, w), of_learner(call->update, n, m);
@@ -43,4 +49,5 @@ extern "C" void advance(const Advance* call, int64_t first, int64_t last) {
         if (start + call->count < call->size)  // W stays, and goes where it is wanted
             for (int i = 0; i < COUNT; ++i) copy(w[i], committed[i], SIZES[i]);
     }
+    return wrong;
 }

@@ -11,16 +11,16 @@ import ctypes
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
-from metattt.kernels.cpu.native_advance import advance
+from metattt.kernels.cpu.native_advance import advance, one_token
 from metattt.kernels.cpu.threads import divide
-from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, flat, state_size
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, flat
 from metattt.state import Tensors
 
 
@@ -34,8 +34,8 @@ class NativeForm(Operation):
     largest_group = 16
 
     @abstractmethod
-    def defines(self, given: MiniBatches) -> dict[str, int] | str:
-        """The macros of the source for these tensors, all of them sizes or flags; or why there are none."""
+    def defines(self, sizes: Sizes) -> dict[str, int] | str:
+        """The macros of the source for these sizes, all of them numbers; or why there are none."""
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         width = given.tokens.views.k.shape[-1]
@@ -60,9 +60,9 @@ class NativeForm(Operation):
             return "numbers other than fp32"
         if misfit is not None:
             return misfit
-        key = source, *_sizes(given)
+        key = source, *(sizes := sizes_of(given))
         if key not in _answers:
-            defines = self.defines(given)
+            defines = self.defines(sizes)
             if not isinstance(defines, str) and not load(source, _macros(defines, source is self.source)):
                 defines = "no C++ compiler (see the debug log)"
             _answers[key] = defines if isinstance(defines, str) else None
@@ -73,15 +73,36 @@ class NativeForm(Operation):
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         self.check(given, update, phase, native=True)
         assert self.source_of_tokens is not None  # `reason_not_decoded` saw it
-        return advance(self.library(given, self.source_of_tokens).advance, given, update, phase, donate_state)
+        if not isinstance(phase, Tensor):
+            function = self.library(self.source_of_tokens, sizes_of(given)).advance
+            return advance(function, given, update, phase, donate_state)
+        k, v, q, eta = (x.squeeze(2) for x in (*given.tokens.views[:3], given.tokens.gates.eta))
+        weights = {name: _own(w, donate_state) for name, w in given.weights.items()}
+        if update is None:
+            update = {name: torch.zeros_like(w) for name, w in weights.items()}
+        else:
+            update = {name: _own(update[name].to(w.dtype), donate_state) for name, w in weights.items()}
+        state = list(weights.values()), list(update.values())
+        rest = given.slow["norm_scale"], given.slow["norm_bias"], given.tau, phase, given.size, self.device
+        return self.decode_operator(q, k, v, eta, *state, *rest).unsqueeze(2), weights, update
+
+    def one_token(
+        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
+        scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
+    ) -> Tensor:  # fmt: skip
+        assert self.source_of_tokens is not None
+        sizes = Sizes(size, q.shape[-1], weights[0].shape[-1], len(weights))
+        function = self.library(self.source_of_tokens, sizes).advance
+        return one_token(function, q, k, v, eta, weights, update, scale, shift, tau, phase, size)
 
     def forward(self, call: Pass) -> Results:
         self.check(call.given, native=True)
-        native, library = NativeCall(call), self.library(call.given, self.source)
+        native, library = NativeCall(call), self.library(self.source, sizes_of(call.given))
         y, after, kept = self.results(call)
         native.views(y=y)
         native.arrays(after=after)
         for states in kept:
+            assert states.shape[-1] == library.state_size()
             native.array(kept=states)
         use_large_pages(library, y, *kept)
         native.run(library.forward)
@@ -90,7 +111,7 @@ class NativeForm(Operation):
     def backward(
         self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        given, native, library = call.given, NativeCall(call), self.library(call.given, self.source)
+        given, native, library = call.given, NativeCall(call), self.library(self.source, sizes_of(call.given))
         q, tau, scale = given.tokens.views.q, given.tau, given.slow["norm_scale"]
         batch, heads = q.shape[:2]
         if dy is None:
@@ -108,26 +129,39 @@ class NativeForm(Operation):
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == heads else dtau.sum((0, 1)).unsqueeze(0)]
         return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart]
 
-    def library(self, given: MiniBatches, source: Path) -> ctypes.CDLL:
-        key = source, *_sizes(given)
+    def library(self, source: Path, sizes: Sizes) -> ctypes.CDLL:
+        """The compiled source; `reason_rejected` or `reason_not_decoded` saw that there is one."""
+        key = source, *sizes
         if key not in _libraries:
-            defines = self.defines(given)
+            defines = self.defines(sizes)
             assert not isinstance(defines, str)
             library = load(source, _macros(defines, source is self.source))
-            assert library is not None  # `reason_rejected` or `reason_not_decoded` saw it
-            if source is self.source:
-                assert library.state_size() == state_size(list(given.weights.values()))
-            else:
+            assert library is not None
+            if source is self.source_of_tokens:
                 library.advance.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
-                library.advance.restype = None
             _libraries[key] = library
         return _libraries[key]
 
 
-def _sizes(given: MiniBatches) -> tuple[int, ...]:
-    """What a library is compiled for."""
+class Sizes(NamedTuple):
+    """What a library is compiled for: tokens b of a mini-batch, widths of a head and of what its first matrix makes,
+    and the number of weights."""
+
+    tokens: int
+    width: int
+    hidden: int
+    weights: int
+
+
+def sizes_of(given: MiniBatches) -> Sizes:
+    """Those of a call."""
     weights = given.weights
-    return given.size, given.tokens.views.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights)
+    return Sizes(given.size, given.tokens.views.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights))
+
+
+def _own(x: Tensor, donated: bool) -> Tensor:
+    """`x` in memory that may be written over."""
+    return x.contiguous() if donated else x.clone(memory_format=torch.contiguous_format)
 
 
 _libraries: dict[tuple[Any, ...], ctypes.CDLL] = {}

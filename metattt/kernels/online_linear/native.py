@@ -12,17 +12,18 @@ import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import MiniBatches
+from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_scan import use_large_pages
 from metattt.kernels.cpu.threads import divide
 from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
-from metattt.kernels.operator import Operation, Pass, Results, empty_like_tokens, flat
+from metattt.kernels.operator import BEHIND, LIBRARY, Operation, Pass, Results, empty_like_tokens, flat
 
 SOURCE = Path(__file__).with_name("native.cpp")
 SMALLEST_SHARE = 512  # pairs that are worth a thread
@@ -59,6 +60,11 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         arrays = [w.contiguous(), after, kept[0] if kept else None, None, None]
         self._run("forward", call, pairs, [y, *[None] * 8], arrays)
         return y, [after], kept
+
+    def operate(self, call: Pass) -> list[Tensor]:
+        given = call.given
+        (w,), rule = given.weights.values(), (given.exclusive, given.decayed, self.erases)
+        return list(torch.ops.metattt.online_linear.default(list(given.tokens.tensors), w, *rule, call.group))
 
     def backward(
         self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
@@ -122,3 +128,28 @@ def _check(pairs: Pairs, w: Tensor) -> None:
             raise MetaTTTError(f"online_linear was given {list(x.shape)}: it takes {[*learners, *shape]}")
     if count % q.shape[2] or (a is not None and a.shape not in (k.shape, k.shape[:3])):
         raise MetaTTTError(f"online_linear was given {count} pairs, and decays that are neither one nor {rows} a pair")
+
+
+LIBRARY.define(
+    "online_linear(Tensor?[] tokens, Tensor w, bool exclusive, bool decayed, bool erases, int group) -> (Tensor, Tensor)"
+)
+
+
+def online_linear(
+    tensors: Sequence[Tensor | None], w: Tensor, exclusive: bool, decayed: bool, erases: bool, group: int
+) -> tuple[Tensor, Tensor]:
+    """The operator `metattt::online_linear`, without derivatives: `Tokens.tensors` and W `[B, H, rows, columns]` to
+    predictions and the weights after the last token."""
+    given = MiniBatches(Tokens.from_tensors(tensors), {"w": w}, {}, None, 1, w.dtype, None, exclusive, decayed)
+    y, (after,), _ = (NativeOnlineLinear if erases else NativeOnlineDot)().forward(Pass(given, group, False))
+    return y, after
+
+
+LIBRARY.impl("online_linear", online_linear, "CPU")
+BEHIND[torch.ops.metattt.online_linear.default] = online_linear
+
+
+@torch.library.register_fake("metattt::online_linear", lib=LIBRARY)
+def _(tensors: Sequence[Tensor | None], w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q = Tokens.from_tensors(tensors).q
+    return empty_like_tokens(q[..., :1].expand(*q.shape[:3], w.shape[3])), _empty(w)

@@ -85,9 +85,7 @@ def decode(
         if x is not None and not x.is_contiguous():
             raise MetaTTTError(f"{name}: {part} has strides {x.stride()}; what is updated in place must be contiguous.")
     parts = [[x for x in part.values() if x is not None] for part in (weights, update)]
-    operator = getattr(torch.ops.metattt, name)
-    o: Tensor = operator(q, k, v, eta, *parts, *norm, tau, phase, size)
-    return o
+    return kernel.decode_operator(q, k, v, eta, *parts, *norm, tau, phase, size, kernel.device)
 
 
 def _name(kernel: OnGPU) -> str:

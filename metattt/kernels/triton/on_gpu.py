@@ -96,6 +96,16 @@ class OnGPU(Operation):
             return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         return None
 
+    def one_token(
+        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
+        scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
+    ) -> Tensor:  # fmt: skip
+        y, state = torch.empty_like(q, memory_format=torch.contiguous_format), (self.part(weights), self.part(update))
+        norm = dense(scale), dense(shift), dense(tau)
+        with torch.cuda.device_of(q):  # Triton launches on the current device
+            self.launch(y, rows(q), rows(k), rows(v), eta, *norm, phase.contiguous(), size, *state, *state)
+        return y
+
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
@@ -121,25 +131,6 @@ class OnGPU(Operation):
                 weights, before, donated = weights if new is None else new, opened, True
         after = None if before is None else dict(zip(names, _present(before), strict=True))
         return y, dict(zip(names, _present(weights), strict=True)), after
-
-
-def register_decode(name: str, kernel: OnGPU) -> None:
-    """Makes the operator `metattt::<name>_decode`: one token of every sequence, the state in place."""
-
-    @torch.library.custom_op(f"metattt::{name}_decode", mutates_args=("weights", "update"))
-    def decode(
-        q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
-        scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
-    ) -> Tensor:  # fmt: skip
-        o, state = torch.empty_like(q), (kernel.part(weights), kernel.part(update))
-        norm = dense(scale), dense(shift), dense(tau)
-        with torch.cuda.device_of(q):
-            kernel.launch(o, rows(q), rows(k), rows(v), eta, *norm, phase.contiguous(), size, *state, *state)
-        return o
-
-    @decode.register_fake
-    def _(q, k, v, eta, weights, update, scale, shift, tau, phase, size):  # type: ignore[no-untyped-def]
-        return torch.empty_like(q)
 
 
 # -- between the layout of layers and that of launches, `[B, T, H, d]` -------------------------------------------------

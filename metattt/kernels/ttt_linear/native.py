@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metattt.inner.tokens import MiniBatches
-from metattt.kernels.cpu.native_scan import NativeForm
+from metattt.kernels.cpu.native_scan import NativeForm, Sizes
 from metattt.kernels.ttt_linear.learner import TTTLinearKernel
 
 
@@ -14,5 +13,5 @@ class NativeTTTLinear(TTTLinearKernel, NativeForm):
     source = Path(__file__).with_name("native.cpp")
     source_of_tokens = Path(__file__).with_name("advance.cpp")
 
-    def defines(self, given: MiniBatches) -> dict[str, int] | str:
-        return {"WIDTH": given.tokens.views.k.shape[-1], "TOKENS": given.size, "BIAS": int(len(given.weights) > 1)}
+    def defines(self, sizes: Sizes) -> dict[str, int] | str:
+        return {"WIDTH": sizes.width, "TOKENS": sizes.tokens, "BIAS": int(sizes.weights > 1)}

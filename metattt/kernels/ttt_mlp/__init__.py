@@ -1,8 +1,7 @@
 """TTT-MLP: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
 from metattt.kernels.base import register_kernel
-from metattt.kernels.operator import register_operator
-from metattt.kernels.triton.on_gpu import register_decode
+from metattt.kernels.operator import register_decode, register_operator
 from metattt.kernels.ttt_mlp.closed_form import TTTMLP
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
@@ -11,4 +10,4 @@ KERNELS = NativeTTTMLP, TTTMLP, TTTMLPOnGPU  #: the first that takes a call is u
 for kernel in KERNELS:
     register_kernel(kernel)
 register_operator("ttt_mlp", KERNELS)
-register_decode("ttt_mlp", TTTMLPOnGPU())
+register_decode("ttt_mlp", (NativeTTTMLP, TTTMLPOnGPU))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metattt.inner.tokens import MiniBatches
-from metattt.kernels.cpu.native_scan import NativeForm
+from metattt.kernels.cpu.native_scan import NativeForm, Sizes
 from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 
 
@@ -14,8 +13,8 @@ class NativeTTTMLP(TTTMLPKernel, NativeForm):
     source = Path(__file__).with_name("native.cpp")
     source_of_tokens = Path(__file__).with_name("advance.cpp")
 
-    def defines(self, given: MiniBatches) -> dict[str, int] | str:
-        width, hidden = next(iter(given.weights.values())).shape[-2:]
-        if hidden % 16:
-            return f"a hidden width of {hidden}"
-        return {"WIDTH": width, "HIDDEN": hidden, "TOKENS": given.size, "BIAS": int(len(given.weights) > 2)}
+    def defines(self, sizes: Sizes) -> dict[str, int] | str:
+        if sizes.hidden % 16:
+            return f"a hidden width of {sizes.hidden}"
+        biased = int(sizes.weights > 2)
+        return {"WIDTH": sizes.width, "HIDDEN": sizes.hidden, "TOKENS": sizes.tokens, "BIAS": biased}

@@ -1,0 +1,156 @@
+"""The recorded step of one token: bit by bit what the model computes, or not taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+from metattt.generation import sampling, static_step
+from metattt.generation.recorder import NotStatic, Recorder
+from metattt.generation.static_step import WORTH, PlainStep, RecordedStep, one_token_step, static_state
+from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.testing.specimen import randomize
+
+VOCAB = 11
+ALIKE = (
+    ("layer=ttt_linear",),
+    ("layer=ttt_linear", "model=mamba_backbone", "optimizer.mini_batch_size=1"),
+    ("layer=ttt_mlp", "model=mamba_backbone", "dim=64"),
+    ("layer=gated_delta_net",),
+    ("layer=gated_delta_product",),
+    ("layer=kda",),
+    ("layer=omega_net",),
+    ("layer=mamba2_mixer",),
+)
+
+
+def model_of(*overrides: str) -> LanguageModel:
+    sizes = ("dim=32", "num_heads=2", "model.num_layers=2", f"model.vocab_size={VOCAB}")
+    given = {one.partition("=")[0]: one for one in (*sizes, "model=language_model", *overrides)}
+    torch.manual_seed(0)
+    model = instantiate_model(compose(*given.values(), job="language_model"))
+    for block in model.blocks:
+        randomize(block.layer)  # type: ignore[arg-type]
+    return model.eval()
+
+
+def after(model: LanguageModel, lengths: tuple[int, ...] = (21, 37, 5)) -> LanguageModelState:
+    """The state of sequences of several lengths."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    with torch.inference_mode():
+        return model.step(torch.randint(VOCAB, mask.shape), None, mask)[1]
+
+
+@pytest.mark.parametrize("overrides", ALIKE, ids=lambda given: "-".join(given))
+def test_a_recorded_step_is_the_model(overrides: tuple[str, ...]) -> None:
+    model = model_of(*overrides)
+    with torch.inference_mode():
+        state = after(model)
+        recorded, plain = RecordedStep(model, state), PlainStep(model, static_state(model, state)[0])
+        for token in torch.randint(VOCAB, (40, 3)):
+            assert torch.equal(recorded(token), plain(token))
+        model.head.weight.mul_(2)  # a parameter that changes where it is
+        assert torch.equal(recorded(token), plain(token))
+        found = model.step(token[:, None], recorded.state)[0]
+        assert torch.equal(found, model.step(token[:, None], plain.state)[0])
+
+
+class Odd(nn.Module):
+    """A layer of somebody's own, with one habit that a recording does not see."""
+
+    def __init__(self, habit: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.habit, self.causal = habit, True
+
+    def forward(self, x: Tensor, state: Any = None, **flags: Any) -> tuple[Tensor, Tensor]:
+        return self.habit(x), x[:, -1]
+
+
+def halved_if_large(x: Tensor) -> Tensor:
+    return x / 2 if x.abs().sum() > 1e9 else x
+
+
+def beside_torch(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
+def through_a_transform(x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.sin)(x)
+
+
+@pytest.mark.parametrize("habit", [halved_if_large, beside_torch, through_a_transform])
+def test_what_a_recording_cannot_hold_is_computed_by_the_model(habit: Callable[[Tensor], Tensor]) -> None:
+    model = LanguageModel(VOCAB, 16, 2, lambda: Odd(habit)).eval()
+    with torch.inference_mode():
+        state = after(model, (6, 6))
+        with pytest.raises(NotStatic):
+            RecordedStep(model, state)
+        assert isinstance(one_token_step(model, state, WORTH["cpu"]), PlainStep)
+
+
+def test_what_python_counts_is_found_by_a_second_token() -> None:
+    count = itertools.count(1)
+    model = LanguageModel(VOCAB, 16, 1, lambda: Odd(lambda x: x * next(count) if x.shape[1] == 1 else x)).eval()
+    with torch.inference_mode(), pytest.raises(NotStatic, match="no function of torch"):
+        RecordedStep(model, after(model, (6, 6)))
+
+
+@pytest.mark.parametrize("change", ["attention", "hook"])
+def test_steps_that_are_not_alike_are_not_recorded(change: str) -> None:
+    model = model_of("layer=attention" if change == "attention" else "layer=ttt_linear")
+    if change == "hook":
+        model.blocks[0].register_forward_hook(lambda *_: None)
+    with torch.inference_mode(), pytest.raises(NotStatic):
+        RecordedStep(model, after(model))
+
+
+def test_a_short_text_is_not_worth_a_recording() -> None:
+    model = model_of("layer=ttt_linear")
+    with torch.inference_mode():
+        assert isinstance(one_token_step(model, after(model), WORTH["cpu"] - 1), PlainStep)
+        assert isinstance(one_token_step(model, after(model), WORTH["cpu"]), RecordedStep)
+
+
+def test_generated_texts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of("layer=ttt_linear"), torch.randint(VOCAB, (2, 7))
+
+    def drawn() -> list[list[int]]:
+        return [token.tolist() for token in sampling.generate(model, ids, 50, seed=1)]
+
+    recorded = drawn()
+    monkeypatch.setitem(static_step.WORTH, "cpu", 1000)
+    assert drawn() == recorded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["ttt_linear", "gated_delta_net"])
+def test_a_compiled_step(layer: str) -> None:
+    model = model_of(f"layer={layer}")
+    with torch.inference_mode():
+        state = after(model)
+        compiled, plain = RecordedStep(model, state, compiled=True), PlainStep(model, state.map(torch.clone))
+        for token in torch.randint(VOCAB, (20, 3)):
+            torch.testing.assert_close(compiled(token), plain(token), atol=1e-5, rtol=1e-5)
+
+
+def test_a_recorder_holds_views_lists_and_writes_in_place() -> None:
+    x, w = torch.randn(3, 4), torch.randn(4)
+
+    def body(x: Tensor) -> Tensor:
+        first, *_ = x.unbind(0)
+        y = torch.cat([x.mT[..., None].squeeze(-1), first[:, None]], dim=1).contiguous()
+        y[1:3] += 1
+        return (y * w[:, None]).sort(0).values[torch.tensor([2, 0])]
+
+    with Recorder([x]) as recorder:
+        expected = body(x)
+    function = recorder.function([expected])
+    again = torch.randn(3, 4)
+    assert torch.equal(function(again, *recorder.constants)[0], body(again))
