@@ -125,8 +125,8 @@ def generate(
     state: LanguageModelState | None = None,
     compiled: bool = False,
 ) -> Iterator[Tensor]:
-    """Continues prompts. The prompt is read in one call; then every token costs one step from the carried state, recorded
-    where many follow (`metattt.generation.static_step`).
+    """Continues prompts. The prompt is read in one call; then every token costs one step from the carried state, which
+    is recorded where many follow (`metattt.generation.static_step`).
 
     Args:
         model: the model, in evaluation mode.
