@@ -13,8 +13,9 @@ from metattt.generation.static_step import Step, one_token_step
 from metattt.inner.diagnostics import require_ids
 from metattt.inner.packing import check_flags
 from metattt.models.language_model import LanguageModel, LanguageModelState
-from metattt.state import count_sequences
+from metattt.state import WHOLE_CALL, count_sequences
 
+PIECE = 4096  # tokens of a prompt that are read in one call
 MAX_NEW_TOKENS = 10_000_000  # more are a slip, and would not end
 
 
@@ -125,8 +126,8 @@ def generate(
     state: LanguageModelState | None = None,
     compiled: bool = False,
 ) -> Iterator[Tensor]:
-    """Continues prompts. The prompt is read in one call; then every token costs one step from the carried state, which
-    is recorded where many follow (`metattt.generation.static_step`).
+    """Continues prompts. They are read in pieces; then every token costs one step from the carried state, which is
+    recorded where many follow (`metattt.generation.static_step`).
 
     Args:
         model: the model, in evaluation mode.
@@ -172,6 +173,25 @@ def generate(
     return _generate(model, ids, max_new_tokens, next_token, stop, seed, mask, state, compiled)
 
 
+def read_prompts(
+    model: LanguageModel, ids: Tensor, mask: Tensor | None, state: LanguageModelState | None
+) -> tuple[Tensor, LanguageModelState]:
+    """Logits `[B, V]` of the token after each prompt of `ids` `[B, T]`, and the state.
+
+    `PIECE` columns are read at a time, so that memory does not grow with the prompts; all at once where a layer's
+    mini-batch is a whole call.
+    """
+    whole = any(getattr(module, "mini_batch_size", None) == WHOLE_CALL for module in model.modules())
+    size = ids.shape[1] if whole else PIECE
+    logits: Tensor | None = None
+    for number, piece in enumerate(ids.split(size, 1)):
+        real = None if mask is None else mask[:, number * size : number * size + piece.shape[1]]
+        found, state = model.step(piece, state, real, last_only=True, donate_state=number > 0)
+        after = found[:, -1]
+        logits = after if logits is None or real is None else torch.where(real.any(1, keepdim=True), after, logits)
+    return logits, state  # type: ignore[return-value]
+
+
 def _generate(
     model: LanguageModel,
     ids: Tensor,
@@ -194,8 +214,7 @@ def _generate(
     for index in range(max_new_tokens):
         with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
             if step is None:
-                prompted, state = model.step(ids, state, mask, last_only=True)
-                logits = prompted[:, -1]
+                logits, state = read_prompts(model, ids, mask, state)
                 step, state = one_token_step(model, state, max_new_tokens - 1, compiled), None
             elif not ahead:
                 logits = step(token)

@@ -11,6 +11,7 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data import ByteTokenizer
 from metattt.errors import NotFinite
+from metattt.generation import sampling
 from metattt.generation.sampling import generate, sample
 from metattt.generation.text import Continuation, generate_text
 from metattt.models import LanguageModel
@@ -39,7 +40,7 @@ def greedy(model: LanguageModel, ids: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layer", CAUSAL_LAYERS)
-def test_prompts_of_different_lengths_are_continued_as_if_alone(layer: str) -> None:
+def test_prompts_of_different_lengths_are_continued_as_if_alone(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(layer)
     prompts = [torch.randint(256, (1, length)) for length in (19, 1, 16, 7)]
     alone = [greedy(model, prompt, 6) for prompt in prompts]
@@ -48,8 +49,10 @@ def test_prompts_of_different_lengths_are_continued_as_if_alone(layer: str) -> N
         for row, prompt in enumerate(prompts):
             columns = slice(0, prompt.shape[1]) if side == "right" else slice(23 - prompt.shape[1], 23)
             ids[row, columns], mask[row, columns] = prompt[0], True
-        together = torch.stack(list(generate(model, ids, 6, temperature=0, mask=mask)), 1)
-        assert torch.equal(together, torch.cat(alone))
+        for piece in (sampling.PIECE, 6):  # prompts that end in a piece, or fill it; pieces without a token of theirs
+            monkeypatch.setattr(sampling, "PIECE", piece)
+            together = torch.stack(list(generate(model, ids, 6, temperature=0, mask=mask)), 1)
+            assert torch.equal(together, torch.cat(alone))
     assert len(together.unique()) > 4
 
 
