@@ -119,8 +119,8 @@ class RecordedStep:
         self._check(model, (token + 1) % model.vocab_size, found)
         if compiled:
             # called with tensors of the same shapes for good: nothing has to be looked at before each token
-            unguarded: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
-            self._function = torch.compile(function, fullgraph=True, dynamic=False, options=unguarded)
+            options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+            self._function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
         self._tensors = start
 
     def _check(self, model: LanguageModel, token: Tensor, before: Sequence[Tensor]) -> None:
