@@ -131,7 +131,8 @@ def _check(pairs: Pairs, w: Tensor) -> None:
 
 
 LIBRARY.define(
-    "online_linear(Tensor?[] tokens, Tensor w, bool exclusive, bool decayed, bool erases, int group) -> (Tensor, Tensor)"
+    "online_linear(Tensor?[] tokens, Tensor w, bool exclusive, bool decayed, bool erases, int group)"
+    " -> (Tensor, Tensor)"
 )
 
 
