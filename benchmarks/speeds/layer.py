@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from metattt.composition.compose import build
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice
+from metattt.inner.compiled import allow
 from metattt.layer import TTTLayer
 from metattt.measures.flops import flops_of_layer
 from metattt.testing.specimen import Run, compare, cotangent, distance, gradients, randomize
@@ -58,6 +59,8 @@ class Layers:
         device: `cpu`, `cuda`, or `auto`.
         baseline: whose time the others are told as multiples of: one of `layers`, or torch's attention.
         overrides: for every layer, such as `block_style=plain`.
+        compile: also the last form of each layer under `torch.compile`, as `metattt train compile=true` has it: a mini-batch
+            is compiled once, with its derivative, for all of a sequence.
     """
 
     MAY_BE_EMPTY = ("overrides",)
@@ -74,6 +77,7 @@ class Layers:
     device: str = "auto"
     baseline: str = ATTENTION
     overrides: list[str] = some()
+    compile: bool = False
 
     def run(self, say: Say) -> Report:
         check_choice("baseline", self.baseline, [ATTENTION, *self.layers])
@@ -136,6 +140,9 @@ class Layers:
                 continue
             randomize(layer)
             found.setdefault(layer.form, layer.to(self.at))
+        if self.compile and found:
+            allow()
+            found["compiled"] = torch.compile(copy.deepcopy(layer), dynamic=False)  # type: ignore[assignment]
         if not found:
             raise MetaTTTError(f"layer={name} has none of forms={self.forms}: add auto")
         return found
@@ -166,7 +173,7 @@ class Layers:
 
     def _products(self, layer: nn.Module, length: int) -> int:
         """Operations of the products of a forward pass, as the generic forms have them."""
-        return self.batch * flops_of_layer(copy.deepcopy(layer).to("meta"), length, self.dim)
+        return self.batch * flops_of_layer(copy.deepcopy(getattr(layer, "_orig_mod", layer)).to("meta"), length, self.dim)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
