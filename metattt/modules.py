@@ -19,6 +19,7 @@ from metattt.memory_limit import check_memory_limit
 from metattt.state import Context
 from metattt.torch_private import interpreter_stack
 
+NORMALIZE_EPS = 1e-12  # of `F.normalize`
 SMALLEST_STEP = 1e-4  # of the initial Δ of state space models
 
 
@@ -173,16 +174,60 @@ class _Depthwise(torch.autograd.Function):
         if dy is None:
             return None, None, None
         padded, weight = ctx.saved_tensors
-        width, length = weight.shape[-1], dy.shape[1]
+        width = weight.shape[-1]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = dweight = None
         if needs_x:
             image = F.pad(dy, (0, 0, width - 1, width - 1)).mT.unsqueeze(2)
             dx = F.conv2d(image, weight.flip(-1).unsqueeze(2), groups=len(weight)).squeeze(2).mT
         if needs_weight:
-            taps = [(padded[:, tap : tap + length] * dy).sum((0, 1)) for tap in range(width)]
-            dweight = torch.stack(taps, -1).unsqueeze(1)
+            dweight = _products(padded, dy, width).T.unsqueeze(1)
         return dx, dweight, dy.sum((0, 1)) if needs_bias else None
+
+
+def _products(padded: Tensor, dy: Tensor, width: int) -> Tensor:
+    """`Σ_t x_{t+tap} dy_t`, `[width, D]`, of `padded` `[B, width − 1 + T, D]` and `dy` `[B, T, D]`.
+
+    Some tokens at a time, for all taps: what lies in the cache is read as often as there are taps, memory once.
+    """
+    batch, length, dim = dy.shape
+    if torch.is_grad_enabled():  # someone differentiates this backward pass again
+        return torch.stack([(padded[:, tap : tap + length] * dy).sum((0, 1)) for tap in range(width)])
+    padded = padded.contiguous()
+    stride = padded.stride(1)
+    seen = padded.as_strided((batch, width, length, dim), (padded.stride(0), stride, stride, 1))
+    held = padded.new_zeros(width, min(32, length), dim)
+    for row, tokens in zip(seen, dy, strict=True):
+        for x, y in zip(row.split(32, 1), tokens.split(32), strict=True):
+            held[:, : len(y)].addcmul_(x, y)
+    return held.sum(1)
+
+
+class _Normalize(torch.autograd.Function):
+    """`x / max(‖x‖, ε)` with a derivative in a third of the passes over memory that torch's own needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(NORMALIZE_EPS)
+        ctx.save_for_backward(x, length)
+        return x / length
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        x, length = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return torch.autograd.grad(F.normalize(x, dim=-1), x, dy, create_graph=True)[0]
+        along = torch.linalg.vecdot(x, dy).unsqueeze(-1) * (length > NORMALIZE_EPS) / length.square()
+        return torch.addcmul(dy, x, along, value=-1).div_(length)
+
+
+def normalize(x: Tensor) -> Tensor:
+    """`F.normalize(x, dim=-1)`."""
+    plain = torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64)
+    if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return F.normalize(x, dim=-1)
+    transformed = forward_ad._current_level >= 0 or interpreter_stack() is not None
+    return F.normalize(x, dim=-1) if transformed else _Normalize.apply(x)
 
 
 def convolution(dim: int, width: int, bias: bool = True) -> CausalConv:

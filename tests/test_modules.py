@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from metattt.modules import CausalConv
+from metattt.modules import CausalConv, normalize
 from metattt.state import Context
 from metattt.tasks.reconstruction import rotary_table, rotate
 
@@ -45,7 +49,7 @@ def test_frequencies_are_known_to_whoever_asks_next() -> None:
 def test_derivatives_of_a_convolution(bias: bool) -> None:
     """First and second ones, of inputs and weights; where only one of them is wanted, of that."""
     conv, ctx = CausalConv(3, 4, bias).double(), Context(torch.zeros(1, 1, dtype=torch.long), None, None, 1)
-    padded = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
+    padded = torch.randn(2, 70, 3, dtype=torch.float64, requires_grad=True)  # more than are summed at once
     given = [padded, *conv.parameters()]
 
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -58,3 +62,26 @@ def test_derivatives_of_a_convolution(bias: bool) -> None:
     (whole, *_) = torch.autograd.grad(function(*given).square().sum(), given)
     function(padded, *(p.detach() for p in given[1:])).square().sum().backward()
     torch.testing.assert_close(padded.grad, whole)
+
+
+def test_derivatives_of_normalized_vectors() -> None:
+    """As torch's own, also of a vector of zeros and of one below ε, and once more; in the forms of `torch.func`, too."""
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64).transpose(1, 2)
+    x[0, 0], x[0, 1] = 0, x[0, 1] * 1e-14
+    x.requires_grad_()
+    dy = torch.randn_like(x)
+
+    def derivatives(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        y = function(x)
+        (first,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        (plain,) = torch.autograd.grad(function(x), x, dy)
+        return y, first, plain, second
+
+    expected = derivatives(partial(F.normalize, dim=-1))
+    for ours, theirs in zip(derivatives(normalize), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
+    jacobian = torch.func.vmap(torch.func.jacrev(normalize))(x.detach()[1, 2])
+    torch.testing.assert_close(jacobian, torch.func.vmap(torch.func.jacrev(partial(F.normalize, dim=-1)))(x.detach()[1, 2]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert normalize(x.float()).dtype == F.normalize(x.float(), dim=-1).dtype

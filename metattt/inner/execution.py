@@ -71,7 +71,7 @@ def in_groups(
 
 def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
     """Whether any tensor here requires a gradient of the outer loop."""
-    for x in tokens.tensors:
+    for x in (*tokens.views, *tokens.gates):
         if x is not None and x.requires_grad:
             return True
     weights = [x for named in memory.values() for x in named.values()]

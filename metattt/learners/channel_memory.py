@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.learners.base import NonParametric
-from metattt.modules import exact
+from metattt.modules import exact, normalize
 from metattt.ops.chunk import decays_of_logs, solve_unit_lower
 from metattt.registry import register
 from metattt.setting import setting
@@ -103,7 +103,7 @@ class Oja(ChannelMemory):
             raise MetaTTTError(f"optimizer.channels={count}, and v has {width}: set optimizer.channels=head_dim")
         with exact(views.k.device.type):
             for part in self._parts(views, ctx, gates):
-                v = F.normalize(part.v, dim=-1)
+                v = normalize(part.v)
                 error = part.write * (part.k - (part.kept * v) @ memory.mT)
                 error = solve_unit_lower(part.write * part.scores(v, v), error)
                 ys.append(part.read(error, v, memory))

@@ -221,7 +221,7 @@ class BlockMomentum(BlockRule):
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
-        alpha, beta = (self._pooled(gate, x) for gate in (self.decay_gate, self.momentum_gate))
+        alpha, beta = self._pooled(self.decay_gate, x), self._pooled(self.momentum_gate, x)
         ones = torch.ones_like(gates.eta)
         if not self.per_weight:
             return Gates(gates.eta, alpha, beta, ones), state

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import projection
+from metattt.modules import normalize, projection
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -55,7 +54,7 @@ class Pairs(Reconstruction, takes=("count", "feature_map", "normalize_qk", "shor
         (q, k, v), kept = self.convolved((q, k, v), state, ctx)
         q, k, v = self._heads(self.mapped(q)), self._several(self.mapped(k)), self._several(v)
         if self.normalize_qk:
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            q, k = normalize(q), normalize(k)
         weight = self.scale * torch.sigmoid(self.strength(x)).unflatten(-1, (self.count, -1)).permute(0, 3, 1, 2)
         return Views(k, v, q, weight=weight), kept
 

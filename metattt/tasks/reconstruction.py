@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.modules import CausalConv, affine, convolution, document_tail, made_once, projection, rms_norm
+from metattt.modules import CausalConv, affine, convolution, document_tail, made_once, normalize, projection, rms_norm
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import WHOLE_CALL, Context, Tensors
@@ -251,7 +251,8 @@ class Reconstruction(Task):
         kept: Tensors = {}
         if self.no_key:
             q = FEATURE_MAPS[self.feature_map](self._heads(self.q(x)))
-            return Views(torch.ones_like(q), self._labels(self._heads(self.v(x)), x), q), kept
+            v = self._heads(self.v(x))
+            return Views(torch.ones_like(q), self._with_delta(v, x) if self.learned_delta else v, q), kept
         if self.shared_qk:
             shared = self.conv_q.pad(self.q(x), state.get("conv"))
             q, k = self.conv_q.convolve(shared, ctx), self.conv_k.convolve(shared, ctx)
@@ -263,7 +264,7 @@ class Reconstruction(Task):
             (q, k, v), kept = self.convolved((q, k, v), state, ctx)
         q, k, v = self._heads(self.mapped(q)), self._heads(self.mapped(k)), self._heads(v)
         if self.normalize_qk:
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            q, k = normalize(q), normalize(k)
         if self.rope != "none":
             positions = ctx.positions
             if self.rope == "mini_batch":
@@ -284,7 +285,7 @@ class Reconstruction(Task):
         if self.corruption != "none":
             kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
             k = self.corrupt(k, kept["seed"], ctx)
-        return Views(k, self._labels(v, x), q), kept
+        return Views(k, self._with_delta(v, x) if self.learned_delta else v, q), kept
 
     def convolved(self, projected: Projected, state: Tensors, ctx: Context) -> tuple[Projected, Tensors]:
         """q, k and v after their short convolutions and silu, where the task has them, and the convolutions' tails."""
@@ -316,9 +317,9 @@ class Reconstruction(Task):
         cos, sin = (torch.cat(one, -1)[:, 0].unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in tables)
         return cos, sin
 
-    def _labels(self, v: Tensor, x: Tensor) -> Tensor:
-        """v `[B, G, T, d]`, followed by the token's δ if there is one."""
-        return torch.cat([v, self._delta(x).to(v.dtype)], dim=-1) if self.learned_delta else v
+    def _with_delta(self, v: Tensor, x: Tensor) -> Tensor:
+        """v `[B, G, T, d]`, followed by the token's δ."""
+        return torch.cat([v, self._delta(x).to(v.dtype)], dim=-1)
 
     def _delta(self, x: Tensor) -> Tensor:
         """δ of every token, `[B, G, T, 1]`, in fp32 or wider."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.memory_limit import check_memory_limit
+from metattt.modules import normalize
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -60,7 +60,7 @@ class RWKV7Views(Reconstruction, takes=()):
         rate = torch.sigmoid(
             x @ self.rate_down.to(x.dtype).mT @ self.rate_up.to(x.dtype).mT + self.rate_bias.to(x.dtype)
         )
-        removal = F.normalize(self._heads(k * self.removal_scale.to(k.dtype)), dim=-1)
+        removal = normalize(self._heads(k * self.removal_scale.to(k.dtype)))
         replacement = self._heads(k * (1 + (rate - 1) * self.replacement_rate.to(k.dtype)))
         erased = self._heads(rate).to(removal.dtype) * removal
         return Views(replacement, self._heads(v), self._heads(q), removal, erased), {}

@@ -122,7 +122,7 @@ def finish(
             how = _of_tokens(how, pairs, read)
         assert how.mix is not None
         mix = how.mix if band is None else how.mix @ band
-        terms = [(row, memory[base]) for base, row in how.rows.items()]
+        terms = list(zip(how.rows.values(), map(memory.__getitem__, how.rows), strict=True))
         y = loop.learner.predict(PerTokenWeights(terms, mix, gradients, loop.slow, loop.matmul_dtype), tokens.views.q)
     after = dict(memory)
     for base, (factors, weight) in how.advance.items():
