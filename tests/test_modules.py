@@ -85,3 +85,20 @@ def test_derivatives_of_normalized_vectors() -> None:
     torch.testing.assert_close(jacobian, torch.func.vmap(torch.func.jacrev(partial(F.normalize, dim=-1)))(x.detach()[1, 2]))
     with torch.autocast("cpu", torch.bfloat16):
         assert normalize(x.float()).dtype == F.normalize(x.float(), dim=-1).dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_pairs_are_rotated_wherever_they_lie(dtype: torch.dtype) -> None:
+    """Heads of a projection, a slice at an odd place, rows across memory, one for all."""
+    cos, sin = rotary_table(torch.arange(5)[None], 6, 100.0, dtype)
+    base = torch.randn(1, 5, 2, 7, dtype=dtype)
+    across = torch.randn(1, 2, 6, 5, dtype=dtype).permute(0, 3, 1, 2)
+    for given in (base[..., :6], base[..., 1:], across, base[..., 1:].expand(3, -1, -1, -1)):
+        x = given.transpose(1, 2)
+        even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        expected = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(dtype)
+        torch.testing.assert_close(rotate(x, cos, sin), expected)
+    if dtype == torch.float64:
+        x = x[:1].clone()
+        assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x.requires_grad_(), fast_mode=True)
+        assert torch.equal(torch.func.vmap(lambda x: rotate(x[None], cos, sin)[0])(x), rotate(x, cos, sin))
