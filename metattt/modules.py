@@ -178,8 +178,8 @@ class _Depthwise(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = dweight = None
         if needs_x:
-            image = F.pad(dy, (0, 0, width - 1, width - 1)).mT.unsqueeze(2)
-            dx = F.conv2d(image, weight.flip(-1).unsqueeze(2), groups=len(weight)).squeeze(2).mT
+            image, taps = dy.mT.unsqueeze(2), weight.flip(-1).unsqueeze(2)
+            dx = F.conv2d(image, taps, padding=(0, width - 1), groups=len(weight)).squeeze(2).mT
         if needs_weight:
             dweight = _products(padded, dy, width).T.unsqueeze(1)
         return dx, dweight, dy.sum((0, 1)) if needs_bias else None
