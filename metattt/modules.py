@@ -260,6 +260,63 @@ def document_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
     return padded.gather(1, rows.unsqueeze(-1).expand(-1, -1, padded.shape[2]))
 
 
+def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B, 1, T, width/2]` of the rotary encoding (RoFormer, Eq. 15), computed in fp32 or wider."""
+    accum_dtype = torch.promote_types(dtype, torch.float32)
+    plain = type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    frequency = (_known_frequencies if plain else _frequencies)(width, theta, positions.device, accum_dtype)
+    angle = positions[:, None, :, None].to(accum_dtype) * frequency
+    return angle.cos(), angle.sin()
+
+
+def _frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
+
+
+_known_frequencies = made_once(_frequencies)
+
+
+@made_once
+def known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """For the first `count` positions `[count, 2, width]`: what features are multiplied by, and their neighbours."""
+    cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
+    pairs = torch.stack([cos, cos], -1), torch.stack([-sin, sin], -1)
+    return torch.stack([pair.flatten(-2) for pair in pairs], -2)[0, 0]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (2i, 2i+1) of `x` `[B, H, T, d]`; features keep their order."""
+    if torch.compiler.is_compiling():  # which makes one loop of it
+        even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+    turns, transformed = torch.complex(cos, sin), forward_ad._current_level >= 0 or interpreter_stack() is not None
+    return _turned(x, turns) if transformed or not torch.is_grad_enabled() else _Rotate.apply(x, turns)
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    """One product of complex numbers: the same result in a sixth of the time."""
+    pairs = x.to(turns.real.dtype).unflatten(-1, (-1, 2))
+    try:
+        numbers = torch.view_as_complex(pairs)
+    except RuntimeError:  # pairs at odd places in memory
+        numbers = torch.view_as_complex(pairs.contiguous())
+    return torch.view_as_real(numbers * turns).flatten(-2).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """`_turned`, whose own derivative would copy what is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
+        ctx.save_for_backward(turns)
+        return _turned(x, turns)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (turns,) = ctx.saved_tensors
+        return _Rotate.apply(dy, turns.conj().resolve_conj()), None
+
+
 def transformed() -> bool:
     """Whether a transform is running: vmap, grad or jvp of `torch.func`, or a level of `torch.autograd.forward_ad`."""
     return forward_ad._current_level >= 0 or interpreter_stack() is not None

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from metattt.modules import CausalConv, normalize
+from metattt.modules import CausalConv, normalize, rotary_table, rotate
 from metattt.state import Context
-from metattt.tasks.reconstruction import rotary_table, rotate
 
 
 def context(positions: torch.Tensor) -> Context:

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+from metattt.modules import rotary_table, rotate
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
-from metattt.tasks.reconstruction import Projected, Reconstruction, rotary_table, rotate
+from metattt.tasks.reconstruction import Projected, Reconstruction
 
 LENGTH_EPS = 1e-5  # added to the lengths of q and k
 

@@ -10,7 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.modules import CausalConv, affine, convolution, document_tail, made_once, normalize, projection, rms_norm
+from metattt.modules import (
+    CausalConv,
+    affine,
+    convolution,
+    document_tail,
+    known_turns,
+    normalize,
+    projection,
+    rms_norm,
+    rotary_table,
+    rotate,
+)
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import WHOLE_CALL, Context, Tensors
@@ -273,7 +284,7 @@ class Reconstruction(Task):
                 # for one token the number of operations counts: q and k together, features 2i and 2i+1 exchanged
                 both = torch.stack([q, k])
                 exchanged = both.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-                table = _known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
+                table = known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
                 cos, sin = table[positions].unsqueeze(1).unbind(-2)
                 q, k = torch.addcmul(both * cos, exchanged, sin).unbind(0)
             else:
@@ -357,42 +368,3 @@ class Reconstruction(Task):
         if self.learned_delta:
             v, delta = v[..., :-1], v[..., -1]
         return loss_per_token(self.loss_name, prediction, v, self.loss_p, delta)
-
-
-def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[B, 1, T, width/2]` of the rotary encoding (RoFormer, Eq. 15), computed in fp32 or wider."""
-    accum_dtype = torch.promote_types(dtype, torch.float32)
-    plain = type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling()
-    frequency = (_known_frequencies if plain else _frequencies)(width, theta, positions.device, accum_dtype)
-    angle = positions[:, None, :, None].to(accum_dtype) * frequency
-    return angle.cos(), angle.sin()
-
-
-def _frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
-
-
-_known_frequencies = made_once(_frequencies)
-
-
-@made_once
-def _known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """For the first `count` positions `[count, 2, width]`: what features are multiplied by, and their neighbours."""
-    cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
-    pairs = torch.stack([cos, cos], -1), torch.stack([-sin, sin], -1)
-    return torch.stack([pair.flatten(-2) for pair in pairs], -2)[0, 0]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (2i, 2i+1) of `x` `[B, H, T, d]`; features keep their order."""
-    pairs = x.to(cos.dtype).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # which makes one loop of it
-        even, odd = pairs.unbind(-1)
-        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    else:  # one product of complex numbers: the same result in a sixth of the time
-        try:
-            numbers = torch.view_as_complex(pairs)
-        except RuntimeError:  # pairs at odd places in memory
-            numbers = torch.view_as_complex(pairs.contiguous())
-        turned = torch.view_as_real(numbers * torch.complex(cos, sin))
-    return turned.flatten(-2).to(x.dtype)

@@ -231,7 +231,7 @@ class NativeCall:
     def arrays(self, **lists: Sequence[Tensor | None]) -> None:
         for name, tensors in lists.items():
             setattr(
-                self.passed, name, (ctypes.c_void_p * 4)(*(None if x is None else self._contiguous(x) for x in tensors))
+                self.passed, name, (ctypes.c_void_p * 4)(*[None if x is None else self._contiguous(x) for x in tensors])
             )
 
     def _contiguous(self, x: Tensor) -> int:
