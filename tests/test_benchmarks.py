@@ -29,7 +29,7 @@ SMALL = {
     "inner": "length=32 num_heads=1 head_dim=16 rounds=1 num_threads=[1]",
     "layer": "layers=[ttt_linear,mttt_linear,attention] lengths=[32,64] dim=32 num_heads=2 rounds=1",
     "model": "preset=tiny layers=[ttt_linear,attention] contexts=[8,16] train_length=16 decode_tokens=2 rounds=1",
-    "decode": "layers=[ttt_linear] dim=32 num_layers=1 vocab_size=32 contexts=[8] tokens=2 rounds=1",
+    "decode": "layers=[ttt_linear,attention] dim=64 num_layers=1 vocab_size=32 contexts=[8] tokens=2 rounds=1 compile=false",
 }
 
 

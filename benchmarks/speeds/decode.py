@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError, check_choice
+from metattt.generation.recorder import NotStatic
 from metattt.generation.static_step import CapturedStep, PlainStep, RecordedStep
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.testing.specimen import distance, randomize
@@ -137,8 +139,9 @@ class Decode:
                     calls[f"{name}\n{PUBLISHED}"] = partial(read, theirs(model, state))
                 for way in () if name == "attention" else (RECORDED, COMPILED)[: 1 + self.compile]:
                     on_gpu = self.device == "cuda"
-                    made = CapturedStep(model, state) if on_gpu else RecordedStep(model, state, way == COMPILED)
-                    calls[f"{name}\n{way}"] = partial(read, made)
+                    with suppress(NotStatic):  # without a C++ compiler, or a kernel for these sizes
+                        made = CapturedStep(model, state) if on_gpu else RecordedStep(model, state, way == COMPILED)
+                        calls[f"{name}\n{way}"] = partial(read, made)
                 calls[f"{name}\n{CALL}"] = partial(called, model, state.map(torch.clone))  # which is written over
         seconds = in_turn(calls, self.rounds)
         rows, versus = [], []
