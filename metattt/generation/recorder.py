@@ -33,6 +33,12 @@ ABOUT_TYPES = {
 MAYBE_NOTHING = {Tensor.to, Tensor.contiguous, Tensor.float, Tensor.double, Tensor.type_as, Tensor.expand_as}
 """Functions that return the tensor itself where there is nothing to do."""
 
+PLAIN = {
+    bool, int, float, complex, str, type(None), type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+}  # fmt: skip
+"""Types of arguments, besides tensors and what holds them, that can be written into a graph."""
+
 PURE = {
     torch.ones_like, torch.zeros_like, torch.arange, Tensor.add, Tensor.mul, Tensor.remainder, Tensor.unsqueeze,
     getattr, Tensor.__eq__, Tensor.eq, Tensor.gt, Tensor.lt, Tensor.__and__, Tensor.__getitem__,
@@ -48,7 +54,7 @@ class Recorder(TorchFunctionMode):
             as `constants`.
 
     Raises:
-        NotStatic: a value is read back, or a function transform runs.
+        NotStatic: a value is read back, a function transform runs, or a function is given what no graph can hold.
     """
 
     def __init__(self, inputs: Sequence[Tensor]):
@@ -119,6 +125,8 @@ class Recorder(TorchFunctionMode):
     def _node(self, x: Any) -> Any:
         """What stands for an argument in the graph."""
         if not isinstance(x, Tensor):
+            if type(x) not in PLAIN:
+                raise NotStatic(f"a function was given a {type(x).__name__}")
             return x
         if id(x) not in self._nodes:
             with self.graph.inserting_after(self._last):

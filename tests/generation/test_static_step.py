@@ -85,7 +85,11 @@ def through_a_transform(x: Tensor) -> Tensor:
     return torch.func.vmap(torch.sin)(x)
 
 
-@pytest.mark.parametrize("habit", [halved_if_large, beside_torch, through_a_transform])
+def drawn_by_a_generator(x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("habit", [halved_if_large, beside_torch, through_a_transform, drawn_by_a_generator])
 def test_what_a_recording_cannot_hold_is_computed_by_the_model(habit: Callable[[Tensor], Tensor]) -> None:
     model = LanguageModel(VOCAB, 16, 2, lambda: Odd(habit)).eval()
     with torch.inference_mode():
