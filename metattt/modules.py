@@ -322,9 +322,10 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or interpreter_stack() is not None
 
 
-RECORDING: ContextVar[bool] = ContextVar("recording", default=False)
-"""Whether operations are being recorded (`metattt.generation.recorder`): no value may be read back from a tensor then,
-and a kernel must be an operator of torch."""
+RECORDING: ContextVar[int] = ContextVar("recording", default=0)
+"""The number of tokens for which the operations of one are being recorded (`metattt.generation.recorder`), else 0: no
+value may be read back from a tensor then, and a kernel must be an operator of torch."""
+TRACED = 512  #: tokens for which inner gradients are traced as well: that takes the time of 50 to 170
 
 
 def needs_probes() -> bool:

@@ -140,7 +140,7 @@ class Decode:
                 for way in () if name == "attention" else (RECORDED, COMPILED)[: 1 + self.compile]:
                     on_gpu = self.device == "cuda"
                     with suppress(NotStatic):  # without a C++ compiler, or a kernel for these sizes
-                        made = CapturedStep(model, state) if on_gpu else RecordedStep(model, state, way == COMPILED)
+                        made = CapturedStep(model, state) if on_gpu else RecordedStep(model, state, compiled=way == COMPILED)
                         calls[f"{name}\n{way}"] = partial(read, made)
                 calls[f"{name}\n{CALL}"] = partial(called, model, state.map(torch.clone))  # which is written over
         seconds = in_turn(calls, self.rounds)

@@ -52,13 +52,15 @@ class Recorder(TorchFunctionMode):
     Args:
         inputs: tensors that later calls give anew. All others that are met from outside (parameters, tables) are kept,
             as `constants`.
+        count: calls to come.
 
     Raises:
         NotStatic: a value is read back, a function transform runs, or a function is given what no graph can hold.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]):
+    def __init__(self, inputs: Sequence[Tensor], count: int = 1):
         super().__init__()
+        self._count = count
         self.graph = fx.Graph()
         self.constants: list[Tensor] = []
         self._nodes: dict[int, fx.Node] = {}
@@ -67,7 +69,7 @@ class Recorder(TorchFunctionMode):
             self._last = self._know(x, self.graph.placeholder(f"input_{number}"))
 
     def __enter__(self) -> Recorder:
-        self._before = RECORDING.set(True)
+        self._before = RECORDING.set(self._count)
         super().__enter__()
         return self
 

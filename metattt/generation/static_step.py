@@ -86,6 +86,7 @@ class RecordedStep:
         model: in evaluation mode, on the CPU. Its parameters may change in place, but not be replaced; what its modules
             do besides computing with tensors is done once.
         state: stays as it is; the steps go on from a copy.
+        count: tokens to come; gradients inside a layer are recorded for many (`metattt.modules.TRACED`).
         compiled: `torch.compile` the recording, which takes seconds (fewer where its cache on the disk knows the step)
             and rounds otherwise.
 
@@ -94,7 +95,7 @@ class RecordedStep:
             token for which the recording computes something else than the model.
     """
 
-    def __init__(self, model: LanguageModel, state: LanguageModelState, compiled: bool = False):
+    def __init__(self, model: LanguageModel, state: LanguageModelState, count: int = 1, compiled: bool = False):
         for module in model.modules():
             if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None:
                 raise NotStatic(f"{type(module).__name__} has hooks, or is compiled")
@@ -103,7 +104,7 @@ class RecordedStep:
         pairs = zip(_tensors(static), _tensors(after), strict=True)  # laid out as a step leaves it
         start = [torch.empty_strided(x.shape, y.stride(), dtype=x.dtype).copy_(x) for x, y in pairs]
         given = [x.clone() for x in start]
-        with Recorder([token, *given]) as recorder:
+        with Recorder([token, *given], count) as recorder:
             logits, after = model.step(token.unsqueeze(1), _with(static, given), donate_state=True)
             logits = logits[:, -1]
         if _structure(after) != _structure(static):
@@ -158,7 +159,7 @@ def one_token_step(model: LanguageModel, state: LanguageModelState, count: int, 
     if count < WORTH.get(device.type, math.inf):
         return PlainStep(model, state)
     try:
-        made = CapturedStep(model, state) if device.type == "cuda" else RecordedStep(model, state, compiled)
+        made = CapturedStep(model, state) if device.type == "cuda" else RecordedStep(model, state, count, compiled)
     except (NotStatic, RuntimeError, MetaTTTError) as reason:
         log.debug("generation: every token is a call of the model: %s", reason)
         return PlainStep(model, state)

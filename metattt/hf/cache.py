@@ -10,6 +10,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.generation.static_step import WORTH, PlainStep, Step, one_token_step
 from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.modules import TRACED
 from metattt.optional import need
 from metattt.state import count_sequences
 
@@ -70,11 +71,11 @@ class MetaTTTCache(Cache):
         (`metattt.generation.static_step`); `within`: the call of `generate`, in which `model` does not change."""
         if within is not self._within:
             self._state, self._within = self._state, within
-        worth = WORTH["cpu"]
-        if self._step is None or self._alike == worth:
+        enough = self._alike in (WORTH["cpu"], TRACED)
+        if self._step is None or (enough and isinstance(self._step, PlainStep)):
             state = self._state
             assert state is not None
-            self._step = PlainStep(model, state) if self._alike < worth else one_token_step(model, state, worth)
+            self._step = one_token_step(model, state, self._alike) if enough else PlainStep(model, state)
         self._alike += 1
         self._seen += 1
         return self._step(token)

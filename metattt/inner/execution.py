@@ -24,7 +24,8 @@ from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
 from metattt.inner.tokens import Block, Tokens, each, rows
 from metattt.memory import Memory, named
-from metattt.modules import transformed
+from metattt.modules import RECORDING, TRACED, transformed
+from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Views
 from metattt.torch_private import saved_tensor_hooks
@@ -37,8 +38,10 @@ def in_groups(
 ) -> tuple[Tensor | None, Memory]:
     """`InnerLoop.mini_batches`, in groups of `layer.group_size` that are run again in the backward pass."""
     size = loop.group_size
+    # (A rule with a commit of its own would compute that for every token.)
+    traced = RECORDING.get() >= TRACED and type(loop.rule).commit is InnerOptimizer.commit
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
-    if torch.compiler._is_exporting_flag and loop.plan.form != "solved":
+    if (traced or torch.compiler._is_exporting_flag) and loop.plan.form != "solved":
         return recomputed(loop, tokens, memory, blocks, read, inlined)
     if torch.compiler.is_compiling():
         return in_a_loop(loop, tokens, memory, blocks, read)

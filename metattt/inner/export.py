@@ -1,4 +1,5 @@
-"""The inner loop for `torch.export`, which does not record the operations of automatic differentiation by itself."""
+"""The inner loop for `torch.export`, and for the recording of a step: neither sees the operations of automatic
+differentiation by itself."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Ten
             "torch.export writes the loop over mini-batches out, for one batch size and length: "
             "leave both out of dynamic_shapes"
         )
+    blind = detect_fake_mode(tensors) is not None
     with ExitStack() as stack:  # hidden from the export that surrounds this call
         stack.enter_context(_disable_current_modes())
         for _ in range(torch._C._len_torch_function_stack()):
@@ -39,7 +41,7 @@ def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Ten
         stack.enter_context(tracing(None))
         stack.enter_context(torch.no_grad())
         blank = [torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device) for x in tensors]
-        graph = make_fx(lambda *given: list(body(*given)), tracing_mode="fake")(*blank)
+        graph = make_fx(lambda *given: list(body(*given)), tracing_mode="fake" if blind else "real")(*blank)
     _clean(graph)
     with detect_fake_mode(tensors) or nullcontext():  # what the graph makes itself has no values either
         outputs: list[Tensor] = graph(*(x.contiguous() for x in tensors))

@@ -16,6 +16,7 @@ from metattt.generation import sampling, static_step
 from metattt.generation.recorder import NotStatic, Recorder
 from metattt.generation.static_step import WORTH, PlainStep, RecordedStep, one_token_step, static_state
 from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.modules import TRACED
 from metattt.testing.specimen import randomize
 
 VOCAB = 11
@@ -28,6 +29,9 @@ ALIKE = (
     ("layer=kda",),
     ("layer=omega_net",),
     ("layer=mamba2_mixer",),
+    ("layer=ttt_linear", "layer.form=dual"),
+    ("layer=linear_attention",),
+    ("layer=custom", "model.num_layers=1"),
 )
 
 
@@ -53,7 +57,7 @@ def test_a_recorded_step_is_the_model(overrides: tuple[str, ...]) -> None:
     model = model_of(*overrides)
     with torch.inference_mode():
         state = after(model)
-        recorded, plain = RecordedStep(model, state), PlainStep(model, static_state(model, state)[0])
+        recorded, plain = RecordedStep(model, state, TRACED), PlainStep(model, static_state(model, state)[0])
         for token in torch.randint(VOCAB, (40, 3)):
             assert torch.equal(recorded(token), plain(token))
         model.head.weight.mul_(2)  # a parameter that changes where it is
@@ -106,13 +110,13 @@ def test_what_python_counts_is_found_by_a_second_token() -> None:
         RecordedStep(model, after(model, (6, 6)))
 
 
-@pytest.mark.parametrize("change", ["attention", "hook"])
+@pytest.mark.parametrize("change", ["attention", "hook", "titans"])
 def test_steps_that_are_not_alike_are_not_recorded(change: str) -> None:
-    model = model_of("layer=attention" if change == "attention" else "layer=ttt_linear")
+    model = model_of(f"layer={'ttt_linear' if change == 'hook' else change}")
     if change == "hook":
         model.blocks[0].register_forward_hook(lambda *_: None)
     with torch.inference_mode(), pytest.raises(NotStatic):
-        RecordedStep(model, after(model))
+        RecordedStep(model, after(model), TRACED)
 
 
 def test_a_short_text_is_not_worth_a_recording() -> None:
