@@ -101,9 +101,8 @@ class RecordedStep:
                 raise NotStatic(f"{type(module).__name__} has hooks, or is compiled")
         static, token = static_state(model, state)
         _, after = model.step(token.unsqueeze(1), static.map(torch.clone), donate_state=True)
-        pairs = zip(_tensors(static), _tensors(after), strict=True)  # laid out as a step leaves it
-        start = [torch.empty_strided(x.shape, y.stride(), dtype=x.dtype).copy_(x) for x, y in pairs]
-        given = [x.clone() for x in start]
+        start = list(map(_laid_out, _tensors(static), _tensors(after)))  # as a step leaves it
+        given = list(map(_laid_out, start, start))
         with Recorder([token, *given], count) as recorder:
             logits, after = model.step(token.unsqueeze(1), _with(static, given), donate_state=True)
             logits = logits[:, -1]
@@ -161,7 +160,8 @@ def one_token_step(model: LanguageModel, state: LanguageModelState, count: int, 
     try:
         made = CapturedStep(model, state) if device.type == "cuda" else RecordedStep(model, state, count, compiled)
     except (NotStatic, RuntimeError, MetaTTTError) as reason:
-        log.debug("generation: every token is a call of the model: %s", reason)
+        level = logging.WARNING if compiled else logging.DEBUG
+        log.log(level, "generation: every token is a call of the model, which is not compiled: %s", reason)
         return PlainStep(model, state)
     log.debug("generation: the one-token step is a %s", "CUDA graph" if device.type == "cuda" else "recording")
     return made
@@ -259,3 +259,8 @@ def _with(state: Any, tensors: Sequence[Tensor]) -> Any:
     """`state` with other tensors, in the order of `_tensors`."""
     rest = iter(tensors)
     return pytree.tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, state)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """A copy of `x` with the strides of `like`."""
+    return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype).copy_(x)

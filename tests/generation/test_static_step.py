@@ -119,6 +119,13 @@ def test_steps_that_are_not_alike_are_not_recorded(change: str) -> None:
         RecordedStep(model, after(model), TRACED)
 
 
+def test_compile_true_says_when_it_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("layer=attention")
+    with torch.inference_mode(), caplog.at_level("WARNING", "metattt"):
+        one_token_step(model, after(model), WORTH["cpu"], compiled=True)
+    assert "which is not compiled: the state's .layers" in caplog.text
+
+
 def test_a_short_text_is_not_worth_a_recording() -> None:
     model = model_of("layer=ttt_linear")
     with torch.inference_mode():
