@@ -210,10 +210,13 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(NORMALIZE_EPS)
         ctx.save_for_backward(x, length)
+        ctx.set_materialize_grads(False)
         return x / length
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor | None) -> Tensor | None:
+        if dy is None:
+            return None
         x, length = ctx.saved_tensors
         if torch.is_grad_enabled():
             return torch.autograd.grad(F.normalize(x, dim=-1), x, dy, create_graph=True)[0]
@@ -309,12 +312,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
         ctx.save_for_backward(turns)
+        ctx.set_materialize_grads(False)
         return _turned(x, turns)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
         (turns,) = ctx.saved_tensors
-        return _Rotate.apply(dy, turns.conj().resolve_conj()), None
+        return (None if dy is None else _Rotate.apply(dy, turns.conj().resolve_conj())), None
 
 
 def transformed() -> bool:
