@@ -44,6 +44,11 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2)), None
 
 
+def plain(layer: nn.Module) -> nn.Module:
+    """The layer that was compiled, or `layer` itself."""
+    return getattr(layer, "_orig_mod", layer)
+
+
 @dataclass
 class Layers:
     """Known layers, and attention, on the same tokens: fp32 on the CPU, bf16 autocast on a GPU.
@@ -173,7 +178,7 @@ class Layers:
 
     def _products(self, layer: nn.Module, length: int) -> int:
         """Operations of the products of a forward pass, as the generic forms have them."""
-        return self.batch * flops_of_layer(copy.deepcopy(getattr(layer, "_orig_mod", layer)).to("meta"), length, self.dim)
+        return self.batch * flops_of_layer(copy.deepcopy(plain(layer)).to("meta"), length, self.dim)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +212,7 @@ class Layers:
         with torch.autocast(self.at.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
             y: Tensor = layer(x)[0]
         loss = (y.float() * cotangent(y.float())).sum()
-        return Run(y.detach(), None, gradients(layer, x, loss))  # type: ignore[arg-type]
+        return Run(y.detach(), None, gradients(plain(layer), x, loss))  # type: ignore[arg-type]
 
     def _check_attention(self, layer: Attention) -> Check:
         x = self._tokens(min(self.lengths[-1], 100))
