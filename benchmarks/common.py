@@ -137,6 +137,20 @@ def measure(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product of 1,024 x 1,024 (CPU) or 8,192 x 8,192 (GPU) numbers, the best of five."""
+    side = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(side, side, device=device, dtype=dtype)
+    return 2 * side**3 / min(in_turn({"product": lambda: a @ a}, 5)["product"])
+
+
+def bandwidth(device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes a second that a product of a large matrix and a vector reads, the best of five."""
+    side = 8192 if device.type == "cpu" else 32768
+    a, x = torch.ones(side, side, device=device, dtype=dtype), torch.ones(side, device=device, dtype=dtype)
+    return a.nbytes / min(in_turn({"product": lambda: a @ x}, 5)["product"])
+
+
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -23,7 +23,7 @@ from rich.console import Console
 from metattt.errors import check_choice
 
 BENCHMARKS = {
-    "inner": "Inner", "layer": "Layers", "model": "Models", "decode": "Decode", "time_parallel": "TimeParallel",
+    "inner": "Inner", "layer": "Layers", "model": "Models", "time_parallel": "TimeParallel",
 }  # fmt: skip
 """Name of the file in `speeds` -> its class."""
 

@@ -28,8 +28,7 @@ from metattt.kernels.cpu.native_scan import NativeForm
 SMALL = {
     "inner": "length=32 num_heads=1 head_dim=16 rounds=1 num_threads=[1]",
     "layer": "layers=[ttt_linear,mttt_linear,attention] lengths=[32,64] dim=32 num_heads=2 rounds=1",
-    "model": "preset=tiny layers=[ttt_linear,attention] contexts=[8,16] train_length=16 decode_tokens=2 rounds=1",
-    "decode": "layers=[ttt_linear,attention] dim=64 num_layers=1 vocab_size=32 contexts=[8] tokens=2 rounds=1 compile=false",
+    "model": "overrides=[preset=tiny] layers=[ttt_linear,attention] lengths=[16,32] tokens=2 rounds=1 compile=false",
 }
 
 

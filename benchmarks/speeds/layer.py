@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from common import Check, Row, Say, in_turn, ratios, require, some, summary
+from common import Check, Row, Say, in_turn, peak, ratios, require, some, summary
 from report import Report
 from torch import Tensor, nn
 
@@ -107,7 +107,7 @@ class Layers:
                 say(f"{title}: timing {len(left)} ways at T = {length}")
                 call, x = (self._training if title == PASSES[0] else self._inference), self._tokens(length)
                 seconds = in_turn({way: partial(call, layer, x) for way, layer in left.items()}, self.rounds)
-                rate = self._rate()
+                rate = peak(self.at, self.dtype)
                 for (name, form), took in seconds.items():
                     row: Row = {"layer": name, "form": form, "pass": title, "T": length}
                     row |= summary(took).columns("ms", 1000)
@@ -169,12 +169,6 @@ class Layers:
     def _inference(self, layer: nn.Module, x: Tensor) -> None:
         with torch.inference_mode():
             self._outputs(layer, x)
-
-    def _rate(self) -> float:
-        """Operations a second of a product of 1,024 x 1,024 (CPU) or 8,192 x 8,192 (GPU) numbers, the best of five."""
-        side = 1024 if self.at.type == "cpu" else 8192
-        a = torch.randn(side, side, device=self.at, dtype=self.dtype)
-        return 2 * side**3 / min(in_turn({"product": lambda: a @ a}, 5)["product"])
 
     def _products(self, layer: nn.Module, length: int) -> int:
         """Operations of the products of a forward pass, as the generic forms have them."""

@@ -1,14 +1,17 @@
-"""A language model with different layers: training, prefill, and decoding after short and long contexts."""
+"""Language models with different layers, beside the published code's way: training, prefill, one token after the
+other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from common import Check, Row, Say, in_turn, ratios, require, some, summary
+import torch.nn.functional as F
+from common import Check, Row, Say, bandwidth, in_turn, peak, ratios, require, some, summary
+from published_models import PublishedDecoding, PublishedModel
 from report import Report
 from torch import Tensor
 
@@ -16,186 +19,225 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError
+from metattt.generation.recorder import NotStatic
+from metattt.generation.static_step import CapturedStep, PlainStep, RecordedStep
+from metattt.measures.flops import flops_per_window
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.testing.specimen import distance, randomize
 
-States = dict[str, dict[int, LanguageModelState]]  # by layer and tokens read
+OURS, PUBLISHED, RECORDED, COMPILED = "a call of the model", "published style", "recorded", "compiled"
+TTT = ("ttt_linear", "ttt_mlp")
+BASELINE = "attention"
+Way = tuple[str, str]  # layer, and how the model is run
 
 
 @dataclass
 class Models:
-    """The Mamba backbone of one preset on one sequence: fp32 on the CPU, bf16 autocast on a GPU.
+    """Language models of the Mamba backbone on one sequence: fp32 on the CPU, bf16 autocast on a GPU.
 
     Args:
-        preset: size of the model.
-        layers: its sequence layers, each a model; all are held at the same time. Ratios are to `attention`, else to the
-            first.
-        overrides: of the model's configuration, e.g. `model.num_layers=2`.
-        train_length: T of a training step with AdamW, tokens.
-        contexts: tokens of the prefills, after which tokens are decoded.
-        decode_tokens: decoded in one timed call.
-        rounds: timed training steps and prefills, in turn.
-        decode_rounds: timed decoding calls, in turn.
+        layers: its sequence layers, each a model; all are held at the same time.
+        overrides: of the models' configuration, such as `preset=125m`.
+        lengths: T of training steps and of the prefills, after which tokens are decoded; multiples of 16.
+        tokens: decoded in one timed call.
+        rounds: timed calls, in turn; of decoding twice as many.
+        compile: time compiled decoding, too; on a CPU only.
         device: `cpu`, `cuda`, or `auto`.
     """
 
     MAY_BE_EMPTY = ("overrides",)
-    preset: str = "125m"
-    layers: list[str] = some("ttt_linear", "ttt_mlp", "attention")
-    overrides: list[str] = some()
-    train_length: int = 512
-    contexts: list[int] = some(64, 512, 4096)
-    decode_tokens: int = 16
-    rounds: int = 2
-    decode_rounds: int = 9
+    layers: list[str] = some(*TTT, "gated_delta_net", BASELINE)
+    overrides: list[str] = some("dim=256", "num_heads=4", "model.num_layers=4", "model.vocab_size=512")
+    lengths: list[int] = some(64, 1024)
+    tokens: int = 16
+    rounds: int = 7
+    compile: bool = True
     device: str = "auto"
 
     def run(self, say: Say) -> Report:
-        if len(self.contexts) < 2:
-            raise MetaTTTError(f"contexts={self.contexts} is not allowed: give two lengths or more")
-        self.contexts.sort()
-        self.at, self.versus = pick_device(self.device), []  # type: tuple[torch.device, list[Row]]
+        if wrong := [length for length in self.lengths if length % 16]:
+            raise MetaTTTError(f"lengths={wrong} is not allowed: multiples of 16, whole mini-batches")
+        self.at = pick_device(self.device)
         self.dtype = torch.float32 if self.at.type == "cpu" else torch.bfloat16
-        self.baseline = "attention" if "attention" in self.layers else self.layers[0]
-        checks: list[Check] = []
-        for name in self.layers:
+        self.ceilings = peak(self.at, self.dtype), bandwidth(self.at, self.dtype)
+        models, checks = {name: self._model(name) for name in self.layers}, list[Check]()
+        for name, model in models.items():
             say(f"{name}: checking")
-            checks += self._check(name)
-        models = {name: self._model(name).to(self.at) for name in self.layers}
-        say("timing training steps")
-        tables = {"Training": self._training(models), "Prefill": []}
-        states: States = {name: {} for name in models}
-        for length in self.contexts:
-            say(f"timing prefills of {length} tokens")
-            tables["Prefill"] += self._prefill(models, length, states)
-        say("timing decoding")
-        tables["Decoding"] = self._decoding(models, states)
-        tables[f"Times as long as {self.baseline}"] = self.versus
-        forms = "; ".join(f"{name}: form={_form(model)}" for name, model in models.items())
+            checks += self._check(name, model)
+        jobs = {"Training": self._training, "Prefill": self._prefill, "Decoding": self._decoding}
+        published, attention = (f"Time of {one}, divided by the model's" for one in ("the published style", BASELINE))
+        tables: dict[str, list[Row]] = {title: [] for title in (*jobs, published, attention)}
+        for length in sorted(self.lengths):
+            for title, job in jobs.items():
+                say(f"{title}: timing models, {length} tokens")
+                seconds, shares = job(models, length)
+                for (name, way), took in seconds.items():
+                    row: Row = {"layer": name, "way": way, "tokens": length}
+                    per = summary([second / (self.tokens if title == "Decoding" else 1) for second in took])
+                    tables[title].append(row | per.columns("ms", 1000) | {"share": shares[name] / per.median})
+                    of = {"what": title.lower()} | row
+                    if way != PUBLISHED and (name, PUBLISHED) in seconds:
+                        tables[published].append(of | ratios(seconds[name, PUBLISHED], took)._asdict())
+                    if way != PUBLISHED and name != BASELINE and (BASELINE, OURS) in seconds:
+                        tables[attention].append(of | ratios(seconds[BASELINE, OURS], took)._asdict())
         text = (
-            f"Preset {self.preset} with the Mamba backbone, one sequence, {str(self.dtype)[6:]} operands, all in turn. "
-            f"{forms}. Training: forward, backward, AdamW, {self.train_length} tokens; prefill: one call, with the "
-            f"logits of its last token; {self.rounds} rounds. Decoding: {self.decode_tokens} tokens after a prefill, "
-            f"{self.decode_rounds} rounds. Ratios are made round by round. `attention` is "
-            "`F.scaled_dot_product_attention` with a cache of keys and values."
+            f"`{' '.join(self.overrides)}`, one sequence, {str(self.dtype)[6:]} operands, {self.rounds} rounds in turn; "
+            "ratios are made round by round. Training: forward and backward. Prefill: one call, with the logits of its "
+            f"last token. Decoding: a token after so many, {self.tokens} in a timed call. Published style: the papers' "
+            "code with the same parameters (`benchmarks/published_models.py`). Recorded: what `generate` does on a CPU, "
+            "the functions of a step without the Python around them (`metattt/generation/recorder.py`); compiled: with "
+            "`compile=true`. `attention` is `F.scaled_dot_product_attention` with a cache of keys and values.\n\n"
+            "Share: of training and prefill, the time that the matrix products take (generic form, three times the "
+            f"forward pass for training, masked parts included) at {self.ceilings[0] / 1e9:.0f} GFLOP/s, the rate of a "
+            f"large product; of decoding, that of reading all parameters once at {self.ceilings[1] / 1e9:.1f} GB/s, the "
+            "rate of a large matrix with a vector. Both in the same process."
         )
-        shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Report("Language models", text, tables, checks, shown)
+        return Report(
+            "Language models", text, {title: rows for title, rows in tables.items() if rows}, checks, asdict(self)
+        )
 
     # -- models and their check ----------------------------------------------------------------------------------------
 
     def _model(self, layer: str, *overrides: str) -> LanguageModel:
-        given = (f"preset={self.preset}", f"layer={layer}", "model=mamba_backbone", *self.overrides, *overrides)
+        steps = ("optimizer.token_step_map=relu",) if layer in TTT else ()  # τ as in the published code
+        given = (f"layer={layer}", "model=mamba_backbone", *steps, *self.overrides, *overrides)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return instantiate_model(compose(*given, job="language_model"))
-
-    def _small(self, layer: str, form: str) -> LanguageModel:
-        """Two blocks of the model, away from their initial values, which hide mistakes."""
-        model = self._model(layer, "model.num_layers=2", f"layer.form={form}")
-        for block in model.blocks:
-            randomize(block.layer)  # type: ignore[arg-type]
+            model = instantiate_model(compose(*given, job="language_model"))
+            for block in model.blocks:  # away from the initial values, which hide mistakes
+                randomize(block.layer)  # type: ignore[arg-type]
         return model.to(self.at)
 
-    def _check(self, name: str) -> list[Check]:
-        """Two blocks in fp32: against the dual form, and decoding after a prefill against one call."""
-        ids, checks = self._ids(96, 1), []
-        model = self._small(name, "auto")
-        if _form(model) not in ("scan", "dual"):
-            found = [_gradients(one, ids) for one in (model, self._small(name, "dual"))]
-            error = max(distance(*pair) for pair in zip(*found, strict=True))
-            checks.append(require(f"{name}, form={_form(model)} and dual, loss and gradients, fp32", error, 5e-3))
+    def _check(self, name: str, model: LanguageModel) -> list[Check]:
+        """Against the dual form and the published style, and decoding after a prefill against one call; in fp32."""
+        ids, checks = self._ids(80, 1), []
+        others: dict[str, LanguageModel | PublishedModel] = {}
+        if getattr(model.blocks[0].layer, "form", "") == "fused":
+            others["dual"] = self._model(name, "layer.form=dual")
+            others["dual"].load_state_dict(model.state_dict())
+        if name in TTT:
+            others[PUBLISHED] = PublishedModel(model)
+        expected = _gradients(model, model, ids)
+        for way, other in others.items():
+            found = _gradients(other, model if way == PUBLISHED else other, ids)  # type: ignore[arg-type]
+            error = max(distance(*pair) for pair in zip(found, expected, strict=True))
+            checks.append(require(f"{name} and {way}, logits and gradients, fp32", error, 5e-3))
         with torch.inference_mode():
-            logits, state = model.step(ids[:, :71])
-            rows = [logits]
-            for token in ids[:, 71:].split(1, dim=1):
-                logits, state = model.step(token, state)
-                rows.append(logits)
-            error = distance(torch.cat(rows, 1), model(ids))
-        return [*checks, require(f"{name}, prefill with decoding and one call, logits, fp32", error, 1e-3)]
+            logits, state = model.step(ids[:, :39])
+            ways = {OURS: PlainStep(model, state.map(torch.clone))} | self._published_steps(name, model, state)
+            for way, step in ways.items():
+                rows = [logits, *(step(token).unsqueeze(1) for token in ids[0, 39:].split(1))]
+                error = distance(torch.cat(rows, 1), model(ids))
+                checks.append(require(f"{name}, {way}, token by token and one call, logits, fp32", error, 1e-3))
+        return checks
 
     def _ids(self, length: int, seed: int) -> Tensor:
-        vocab_size = int(compose(f"preset={self.preset}", *self.overrides, job="language_model").model.vocab_size)
+        vocab_size = int(compose(*self.overrides, job="language_model").model.vocab_size)
         return torch.randint(vocab_size, (1, length), generator=torch.Generator().manual_seed(seed)).to(self.at)
 
-    # -- what is timed -------------------------------------------------------------------------------------------------
+    def _published_steps(
+        self, name: str, model: LanguageModel, state: LanguageModelState
+    ) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Token `[1]` to logits `[1, V]`, from a copy of a state."""
+        if name not in TTT:
+            return {}
+        published = PublishedDecoding(model, state)
+        return {PUBLISHED: lambda token: published.step(token.unsqueeze(1))[:, -1]}
+
+    # -- what is timed: seconds by layer and way, and the least that the layer could take ------------------------------
 
     def _cast(self) -> torch.autocast:
         return torch.autocast(self.at.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16)
 
-    def _training(self, models: Mapping[str, LanguageModel]) -> list[Row]:
-        ids = self._ids(self.train_length + 1, 2)
+    def _ways(self, models: Mapping[str, LanguageModel]) -> dict[Way, LanguageModel | PublishedModel]:
+        published = {(name, PUBLISHED): PublishedModel(models[name]) for name in TTT if name in models}
+        return {(name, OURS): model for name, model in models.items()} | published
 
-        def step(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
-            optimizer.zero_grad()
+    def _least(self, length: int, times: int, logits: int) -> dict[str, float]:
+        """Seconds of the products of so many forward passes, with so many logits."""
+        found = {}
+        for name in self.layers:
+            model = self._model(name).to("meta")
+            head = 2 * (length - logits) * model.dim * model.vocab_size
+            found[name] = times * (flops_per_window(model, length) - head) / self.ceilings[0]
+        return found
+
+    def _training(
+        self, models: Mapping[str, LanguageModel], length: int
+    ) -> tuple[dict[Way, list[float]], dict[str, float]]:
+        ids = self._ids(length + 1, 2)
+
+        def step(name: str, model: LanguageModel | PublishedModel) -> None:
+            models[name].zero_grad()
             with self._cast():
-                loss = model.cross_entropy(ids[:, :-1], ids[:, 1:])[0]
-            (loss / ids.shape[1]).backward()
-            optimizer.step()
+                if isinstance(model, PublishedModel):
+                    loss = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:])
+                else:
+                    loss = model.cross_entropy(ids[:, :-1], ids[:, 1:])[0] / length
+            loss.backward()
 
-        optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in models.items()}
-        seconds = in_turn({name: partial(step, models[name], one) for name, one in optimizers.items()}, self.rounds)
-        return self._rows("training", seconds, self.train_length)
+        calls = {way: partial(step, way[0], model) for way, model in self._ways(models).items()}
+        return in_turn(calls, self.rounds), self._least(length, 3, length)
 
-    def _prefill(self, models: Mapping[str, LanguageModel], length: int, states: States) -> list[Row]:
+    def _prefill(
+        self, models: Mapping[str, LanguageModel], length: int
+    ) -> tuple[dict[Way, list[float]], dict[str, float]]:
         ids = self._ids(length, 3)
 
-        def read(name: str) -> None:
+        @torch.inference_mode()
+        def read(model: LanguageModel | PublishedModel) -> None:
+            with self._cast():
+                model(ids, last_only=True) if isinstance(model, PublishedModel) else model.step(ids, last_only=True)
+
+        calls = {way: partial(read, model) for way, model in self._ways(models).items()}
+        return in_turn(calls, self.rounds), self._least(length, 1, 1)
+
+    def _decoding(
+        self, models: Mapping[str, LanguageModel], length: int
+    ) -> tuple[dict[Way, list[float]], dict[str, float]]:
+        ids = self._ids(self.tokens, 4)[0].split(1)
+
+        @torch.inference_mode()
+        def read(step: Callable[[Tensor], Tensor]) -> None:
+            with self._cast():
+                for token in ids:
+                    step(token)
+
+        @torch.inference_mode()
+        def called(model: LanguageModel, state: LanguageModelState) -> None:  # what grows must not, from round to round
+            read(PlainStep(model, state))
+
+        calls: dict[Way, Callable[[], object]] = {}
+        for name, model in models.items():
+            model.eval()
             with torch.inference_mode(), self._cast():
-                states[name][length] = models[name].step(ids, last_only=True)[1]
-
-        warmup = int(length == self.contexts[0])  # the longer ones are slow enough without
-        seconds = in_turn({name: partial(read, name) for name in models}, self.rounds, warmup)
-        return self._rows("prefill", seconds, length)
-
-    def _decoding(self, models: Mapping[str, LanguageModel], states: States) -> list[Row]:
-        ids = self._ids(self.decode_tokens, 4)
-
-        def decode(model: LanguageModel, state: LanguageModelState) -> None:
-            with torch.inference_mode(), self._cast():
-                for token in ids.split(1, dim=1):
-                    _, state = model.step(token, state)
-
-        held = {(name, length): state for name, found in states.items() for length, state in found.items()}
-        calls = {f"{name} {length}": partial(decode, models[name], state) for (name, length), state in held.items()}
-        seconds = in_turn(calls, self.decode_rounds)
-        rows: list[Row] = []
-        for (name, length), state in held.items():
-            took = seconds[f"{name} {length}"]
-            each = summary([second / self.decode_tokens for second in took])
-            row: Row = {"layer": name, "after tokens": length} | each.columns("ms per token", 1000)
-            rows.append(row | {"state, MB": sum(layer.nbytes for layer in state.layers) / 1e6})
-            self._against(name, "decoding", length, took, seconds[f"{self.baseline} {length}"])
-        return rows
-
-    # -- what is written -----------------------------------------------------------------------------------------------
-
-    def _rows(self, what: str, seconds: Mapping[str, list[float]], length: int) -> list[Row]:
-        """Times of one call per layer."""
-        for name, took in seconds.items():
-            self._against(name, what, length, took, seconds[self.baseline])
-        return [
-            {"layer": name, "T": length} | summary(took).columns("s") | {"tokens/s": length / summary(took).median}
-            for name, took in seconds.items()
-        ]
-
-    def _against(self, name: str, what: str, length: int, took: list[float], baseline: list[float]) -> None:
-        if name != self.baseline:
-            self.versus.append({"layer": name, "what": what, "T": length} | ratios(took, baseline)._asdict())
+                _, state = model.step(self._ids(length, 5), last_only=True)
+                for way, step in self._published_steps(name, model, state).items():
+                    calls[name, way] = partial(read, step)
+                for way in () if name == BASELINE else (RECORDED, COMPILED)[: 1 + self.compile]:
+                    with suppress(NotStatic):  # without a C++ compiler, or a kernel for these sizes
+                        on_gpu = self.at.type == "cuda"
+                        made = CapturedStep(model, state) if on_gpu else RecordedStep(model, state, 1, way == COMPILED)
+                        calls[name, way] = partial(read, made)
+                calls[name, OURS] = partial(called, model, state.map(torch.clone))  # which is written over
+        seconds = in_turn(calls, 2 * self.rounds)
+        least = {
+            name: sum(x.nbytes for part in (model.blocks, model.head) for x in part.parameters()) / self.ceilings[1]
+            for name, model in models.items()
+        }
+        for model in models.values():
+            model.train()
+        return seconds, least
 
 
-def _gradients(model: LanguageModel, ids: Tensor) -> list[Tensor]:
-    """The loss, and the gradients of every kind of parameter, all blocks' as one vector (some of one block's are nearly
-    zero)."""
-    loss = model.cross_entropy(ids[:, :-1], ids[:, 1:])[0]
-    names, parameters = zip(*model.named_parameters(), strict=True)
+def _gradients(function: Callable[[Tensor], Tensor], model: LanguageModel, ids: Tensor) -> list[Tensor]:
+    """The logits, and the gradients of every kind of parameter, all blocks' as one vector (some of one block's are
+    nearly zero)."""
+    logits = function(ids)
+    loss = F.cross_entropy(logits[0, :-1], ids[0, 1:])
+    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
     found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     kinds: dict[str, list[Tensor]] = {}
     for name, gradient in zip(names, found, strict=True):
         kinds.setdefault("block" if name.startswith("blocks.") else name, []).append(gradient.flatten())
-    return [loss.detach(), *(torch.cat(gradients) for gradients in kinds.values())]
-
-
-def _form(model: LanguageModel) -> str:
-    layer: Any = model.blocks[0].layer
-    return str(layer.form)
+    return [logits.detach(), *(torch.cat(gradients) for gradients in kinds.values())]
