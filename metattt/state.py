@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.nested import count_bytes, map_tensors, move_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 Tensors = dict[str, Tensor]
-S = TypeVar("S")
 
 WHOLE_CALL = 2**31  #: the mini-batch size that stands for all tokens of a call, or of each document in it
 
@@ -166,71 +165,6 @@ def _shown(value: object, most: int = 8) -> str:
         named = [f"{name} {_shown(x)}" for name, x in list(value.items())[:most]]
         return ", ".join(named) + (f" and {len(value) - most} more" if len(value) > most else "")
     return str(list(value.shape)) if isinstance(value, Tensor) else f"{value!r:.80}"
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:
-    """`value` with `function` applied to every tensor in its tuples, lists and dictionaries, whatever their types."""
-    found: Any = value
-    if isinstance(value, Tensor):
-        found = function(value)
-    elif isinstance(value, Mapping):
-        found = {key: map_tensors(function, item) for key, item in value.items()}
-    elif isinstance(value, tuple | list):
-        items = [map_tensors(function, item) for item in value]
-        found = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return found
-
-
-def move_tensors(
-    state: S,
-    device: torch.device | str | int | torch.dtype | Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    non_blocking: bool = False,
-    copy: bool = False,
-) -> S:
-    """A state with every tensor moved, as by `Tensor.to`, whose arguments it takes (a device, a type, or a tensor for
-    both).
-
-    Positions and flags keep their type. Weights are kept in fp32 or wider, and floating-point tensors move to no other.
-
-    Raises:
-        MetaTTTError: a type that is narrower, or has no fractions.
-    """
-    if isinstance(device, Tensor):
-        dtype, device = device.dtype, device.device
-    elif isinstance(device, torch.dtype):
-        dtype, device = device, None
-    if dtype is not None and not (dtype.is_floating_point and torch.promote_types(dtype, torch.float32) == dtype):
-        raise MetaTTTError(
-            f"a state is kept in float32 or wider, not {dtype}: move it to a device alone, state.to(device)"
-        )
-
-    def moved(tensor: Tensor) -> Tensor:
-        wanted = dtype if tensor.is_floating_point() else None
-        return tensor.to(device=device, dtype=wanted, non_blocking=non_blocking, copy=copy)
-
-    return map_tensors(moved, state)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in its tuples, lists and dictionaries."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found
-
-
-def count_bytes(state: Any) -> int:
-    """Bytes of all distinct tensors."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors_of(state):
-        sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
-    return sum(sizes.values())
-
-
-def count_sequences(state: Any) -> int:
-    """B, the sequences that a state is of; −1 of one without tensors."""
-    found = tensors_of(state)
-    return len(found[0]) if found else -1
 
 
 torch.serialization.add_safe_globals([State])  # `torch.load` reads it once this module is imported, as every layer does

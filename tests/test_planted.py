@@ -15,8 +15,8 @@ from metattt.learners import MLP, Convolution
 from metattt.learners.fast_weights import FastWeights
 from metattt.models import LanguageModel
 from metattt.modules import affine
+from metattt.nested import tensors_of
 from metattt.optimizers import GradientDescent
-from metattt.state import tensors_of
 from metattt.tasks import Reconstruction
 from metattt.testing.specimen import randomize
 

@@ -23,7 +23,8 @@ from metattt.generation.sampling import generate
 from metattt.generation.text import generate_text
 from metattt.models import LanguageModel
 from metattt.models.language_model import LanguageModelState
-from metattt.state import State, tensors_of
+from metattt.nested import tensors_of
+from metattt.state import State
 
 CAUSAL = ("ttt_linear", "gated_delta_net", "attention", "titans", "lact", "nested_ttt")
 SMALL = {"lact": ["optimizer.mini_batch_size=8"], "titans": ["optimizer.mini_batch_size=8"]}

@@ -28,7 +28,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_learn_and_read.py::test_learned": ("[ttt_linear", "[ttt_mlp", "[gated_delta_net", "[window_attention", "[mamba2"),
     "test_parts.py::test_parts_are_made": ("[decoded]", "[module]", "[gates]", "[block]", *SOME_LAYERS),
     "test_layer_table.py::test_laws": SOME_LAYERS,
-    "kernels/test_fused.py::test_equals_the_dual_form": ("-decay-100", "-plain-3"),
+    "kernels/test_fused.py::test_equals_the_dual_form": ("-token steps per head-100", "-plain-3"),
     "generation/test_generation.py::test_prompts_of_different_lengths": SOME_LAYERS,
     # interpreted Triton, and what compiles
     "kernels/test_cpu_operators.py::test_a_compiled_layer": ("[ttt_linear]",),

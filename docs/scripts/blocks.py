@@ -104,7 +104,7 @@ def memory() -> str:
         ways = ("off", "on", "on, form=auto")
         peaks = [value(rows, wanted | {"time checkpointing": way}, "peak MB") for way in ways]
         made.append([LAYERS[layer], *(f"{peak:.0f} MB" for peak in peaks)])
-    return table(["layer", "everything stored", "groups recomputed", "groups and closed form"], made)
+    return table(["layer", "everything stored", "groups recomputed", "groups and kernel"], made)
 
 
 def rules() -> str:

@@ -19,9 +19,9 @@ from metattt.inner.diagnostics import require_ids
 from metattt.inner.network_step import gradients_of, refill, skeleton
 from metattt.memory import Memory, at_start, choose
 from metattt.modules import expand_like
+from metattt.nested import map_tensors, tensors_of
 from metattt.optimizers import Adam
 from metattt.optimizers.block import BlockRule
-from metattt.state import map_tensors, tensors_of
 
 Ids = Tensor | Sequence[Tensor]
 Seen = tuple[tuple[int, int], ...]

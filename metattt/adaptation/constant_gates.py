@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.nested import map_tensors
 from metattt.optimizers.base import Gates
 from metattt.optimizers.block import BlockRule
-from metattt.state import Context, map_tensors
+from metattt.state import Context
 
 
 def constant_gates(rule: BlockRule, names: list[str]) -> Gates:

@@ -13,7 +13,8 @@ from metattt.generation.static_step import Step, one_token_step
 from metattt.inner.diagnostics import require_ids
 from metattt.inner.packing import check_flags
 from metattt.models.language_model import LanguageModel, LanguageModelState
-from metattt.state import WHOLE_CALL, count_sequences
+from metattt.nested import count_sequences
+from metattt.state import WHOLE_CALL
 
 PIECE = 4096  # tokens of a prompt that are read in one call
 MAX_NEW_TOKENS = 10_000_000  # more are a slip, and would not end

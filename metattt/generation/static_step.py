@@ -22,7 +22,8 @@ from metattt.errors import MetaTTTError
 from metattt.generation.recorder import NotStatic, Recorder
 from metattt.memory import content
 from metattt.models.language_model import LanguageModel, LanguageModelState
-from metattt.state import State, count_sequences
+from metattt.nested import count_sequences
+from metattt.state import State
 from metattt.torch_private import pytree
 
 log = logging.getLogger("metattt")

@@ -11,7 +11,7 @@ import torch
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel, LanguageModelState
-from metattt.state import count_sequences
+from metattt.nested import count_sequences
 
 
 class TextTokenizer(Protocol):

@@ -11,8 +11,8 @@ from metattt.errors import MetaTTTError
 from metattt.generation.static_step import WORTH, PlainStep, Step, one_token_step
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.modules import TRACED
+from metattt.nested import count_sequences
 from metattt.optional import need
-from metattt.state import count_sequences
 
 need("transformers", extra="hf", what="metattt.hf")
 from transformers.cache_utils import Cache  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metattt.modules import expand_like, for_probes, needs_probes
-from metattt.state import map_tensors
+from metattt.nested import map_tensors
 
 PLACE = torch.empty(0)  # where a tensor stood
 

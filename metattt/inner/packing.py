@@ -6,10 +6,9 @@ differ in this phase, or documents start inside a sequence, tokens are laid out 
 multiple of b, a continued one at its phase, and unfilled columns change nothing (η = 0, α = β = 1, κ = 0).
 
 The layout depends on the values of masks and positions. They are fetched from the device once, unless they are on the
-host
-already, the layout is computed on the host, and what tensors need of it goes back: no block of a sequence waits for the
-device. Flags that are on the host, and phases that are known there, need no transfer. All
-layers of a model share one `Packing`.
+host already; the layout is computed on the host, and what tensors need of it goes back: no block of a sequence waits
+for the device. Flags that are on the host, and phases that are known there, need no transfer. All layers of a model
+share one `Packing`.
 """
 
 from __future__ import annotations

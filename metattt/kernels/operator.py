@@ -1,10 +1,9 @@
 """Operations on whole mini-batches: of autograd, and of `torch.library`, one operator for all devices.
 
-An operation is computed by several kernels: in C++ or by batched products on the CPU, by Triton on a GPU. What they
-keep for the backward pass differs, and only the kernel that kept it reads it; arguments, shapes and the derivative are
-the same, and are here. On the CPU a call of a layer runs a kernel directly, as one `torch.autograd.Function`: an
-operator costs more than decoding may. `torch.compile`, and every call on a GPU, sees the operator, one node for all
-mini-batches.
+An operation has a kernel for each device: in C++ on the CPU, by Triton on a GPU. What they keep for the backward pass
+differs; arguments, shapes and the derivative are the same, and are here. On the CPU a call of a layer runs the kernel
+directly, as one `torch.autograd.Function`: an operator costs more than decoding may. `torch.compile`, and every call on
+a GPU, sees the operator, one node for all mini-batches.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Operation(Kernel):
     pass."""
 
     largest_group: int  #: mini-batches; bounds what is held while a group is computed
-    operator: Callable[..., list[Tensor]]  #: by `register_operator`
-    decode_operator: Callable[..., Tensor]  #: by `register_decode`
+    operator: Callable[..., list[Tensor]]  #: by `register_operators`
+    decode_operator: Callable[..., Tensor]  #: by `register_operators`
     operands: torch.dtype | None = None  #: of products, whatever the views have; None: the type of the views
 
     @abstractmethod
@@ -78,9 +77,8 @@ class Operation(Kernel):
         """
 
     def results(self, call: Pass) -> Results:
-        """What `forward` returns, uninitialized. On the CPU, whatever the kernel, the weights at the start of each
-        group
-        are kept: `[B·H, groups, state_size(weights)]`."""
+        """What `forward` returns, uninitialized. On the CPU the weights at the start of each group are kept: `[B·H,
+        groups, state_size(weights)]`."""
         (views, gates), weights = call.given.tokens, list(call.given.weights.values())
         k, eta = views.k, gates.eta
         groups = -(-k.shape[2] // (call.given.size * call.group))
@@ -130,8 +128,8 @@ class Operation(Kernel):
         """The operator: `Results` in a row."""
         given, *rest = call
         k, v, q = (x.to(type(self).operands or given.matmul_dtype) for x in given.tokens.views[:3])
-        gates, norm = given.tokens.gates, (given.slow["norm_scale"], given.slow["norm_bias"])
-        tensors = k, v, q, gates.eta, gates.alpha, gates.kappa, given.tau, *norm, list(given.weights.values())
+        norm = given.slow["norm_scale"], given.slow["norm_bias"]
+        tensors = k, v, q, given.tokens.gates.eta, given.tau, *norm, list(given.weights.values())
         return self.operator(*tensors, given.size, *rest, type(self).device)
 
 
@@ -224,67 +222,65 @@ ANY_STRIDES = (torch.Tag.flexible_layout,)
 """Without it Inductor asks for the strides of its first example, and compiles every length anew."""
 
 
-def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
-    """Makes the operator `metattt::<name>` of an operation, and `metattt::<name>_backward`.
+LIBRARY = torch.library.Library("metattt", "FRAGMENT")  # (what `custom_op` makes costs a token three times as much)
+BEHIND: dict[object, Callable[..., Any]] = {}
+"""What computes an operator of `LIBRARY`: its call through torch takes as long as it does."""
+
+
+def register_operators(name: str, kernels: Sequence[type[Operation]]) -> None:
+    """Makes the operators of an operation: `metattt::<name>`, `metattt::<name>_backward` and `metattt::<name>_decode`.
 
     Args:
-        kernels: those of the operation, best first; the last one of a device takes whatever the others do not.
+        kernels: those of the operation, one for each device.
     """
-    made = [kernel() for kernel in kernels]
-    last = {kernel.device: kernel for kernel in made}
+    made = {kernel.device: kernel() for kernel in kernels}
+    learned = next(iter(made.values())).weights
 
     def passed(tensors: Sequence[Any], weights: Sequence[Tensor], size: int, *rest: Any) -> Pass:
-        k, v, q, eta, alpha, kappa, tau, scale, shift = tensors
-        tokens = Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa))
-        names = made[0].weights if len(weights) == len(made[0].weights) else made[0].weights[::2]
-        slow = {"norm_scale": scale, "norm_bias": shift}
-        given = MiniBatches(tokens, dict(zip(names, weights, strict=True)), slow, tau, size, eta.dtype, None)
-        return Pass(given, *rest)
-
-    def chosen(by: str, call: Pass) -> Operation:
-        others = (kernel for kernel in made if kernel.device == by and kernel is not last[by])
-        return next((kernel for kernel in others if kernel.reason_rejected(call.given) is None), last[by])
+        k, v, q, eta, tau, scale, shift = tensors
+        names = learned if len(weights) == len(learned) else learned[::2]
+        named, slow = dict(zip(names, weights, strict=True)), {"norm_scale": scale, "norm_bias": shift}
+        tokens = Tokens(Views(k, v, q), Gates(eta))
+        return Pass(MiniBatches(tokens, named, slow, tau, size, eta.dtype, None), *rest)
 
     @torch.library.custom_op(f"metattt::{name}", mutates_args=(), tags=ANY_STRIDES)
     def forward(
-        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
-        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, keep: bool, final: bool,
-        documents: Tensor | None, by: str,
+        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, tau: Tensor | None, scale: Tensor, shift: Tensor,
+        weights: Sequence[Tensor], size: int, group: int, keep: bool, final: bool, documents: Tensor | None, by: str,
     ) -> list[Tensor]:  # fmt: skip
         """`Results` in a row. `by`: the device whose kernels compute: that of the tensors, but for Triton's
         interpreter, which runs on the CPU."""
-        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        tensors = k, v, q, eta, tau, scale, shift
         call = passed(tensors, weights, size, group, keep, final, documents)
         with torch.cuda.device_of(k):  # Triton launches on the current device
-            y, after, kept = chosen(by, call).forward(call)
+            y, after, kept = made[by].forward(call)
         return [y, *after, *kept]
 
     @forward.register_fake
     def _(  # type: ignore[no-untyped-def]
-        k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, keep, final, documents, by
+        k, v, q, eta, tau, scale, shift, weights, size, group, keep, final, documents, by
     ):
-        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
-        y, after, kept = last[by].results(passed(tensors, weights, size, group, keep, final, documents))
+        tensors = k, v, q, eta, tau, scale, shift
+        y, after, kept = made[by].results(passed(tensors, weights, size, group, keep, final, documents))
         return [y, *after, *kept]
 
     @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=(), tags=ANY_STRIDES)
     def backward(
         dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Sequence[Tensor],
-        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
-        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, documents: Tensor | None,
-        by: str,
+        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, tau: Tensor | None, scale: Tensor, shift: Tensor,
+        weights: Sequence[Tensor], size: int, group: int, documents: Tensor | None, by: str,
     ) -> list[Tensor]:  # fmt: skip
         """Cotangents of the tensors at hand, in this order."""
-        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        tensors = k, v, q, eta, tau, scale, shift
         call = passed(tensors, weights, size, group, True, True, documents)
         with torch.cuda.device_of(k):
-            return chosen(by, call).backward(call, kept, dy, dweights)
+            return made[by].backward(call, kept, dy, dweights)
 
     @backward.register_fake
     def _(  # type: ignore[no-untyped-def]
-        dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, documents, by
+        dy, dweights, kept, k, v, q, eta, tau, scale, shift, weights, size, group, documents, by
     ):
-        tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa)))
+        tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta)))
         others = [x for x in (tau, scale, shift, *weights) if x is not None]
         return [*(x for x in tokens.tensors if x is not None), *(x.new_empty(x.shape) for x in others)]
 
@@ -297,7 +293,7 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
     def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
         (documents, *saved), (size, group, keep, final, by) = ctx.saved_tensors, ctx.sizes
         kept, given = saved[: ctx.kept], saved[ctx.kept :]
-        tensors, weights = given[:9], given[9:]
+        tensors, weights = given[:7], given[7:]
         if not keep:  # whoever called the operator did not expect derivatives
             kept = forward(*tensors, weights, size, group, True, final, documents, by)[1:]
         found = iter(backward(cotangents[0], cotangents[1:], kept, *tensors, weights, size, group, documents, by))
@@ -306,24 +302,11 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
     def refuse(ctx: Any, *cotangents: Any) -> None:
         raise MetaTTTError(
             f"{name}_backward has no derivatives: for those of gradients (create_graph=True) set layer.form=dual, or, "
-            "on "
-            "the CPU, do not compile the layer"
+            "on the CPU, do not compile the layer"
         )
 
     forward.register_autograd(differentiate, setup_context=setup)
     backward.register_autograd(refuse)
-    for kernel in kernels:
-        kernel.operator = getattr(torch.ops.metattt, name).default
-
-
-LIBRARY = torch.library.Library("metattt", "FRAGMENT")  # (what `custom_op` makes costs a token three times as much)
-BEHIND: dict[object, Callable[..., Any]] = {}
-"""What computes an operator of `LIBRARY`: its call through torch takes as long as it does."""
-
-
-def register_decode(name: str, kernels: Sequence[type[Operation]]) -> None:
-    """Makes the operator `metattt::<name>_decode`: `Operation.one_token`, the state in place."""
-    made = {kernel.device: kernel() for kernel in reversed(kernels)}
     LIBRARY.define(
         f"{name}_decode(Tensor q, Tensor k, Tensor v, Tensor eta, Tensor(a!)[] weights, Tensor(b!)[] update, "
         "Tensor scale, Tensor shift, Tensor? tau, Tensor phase, int size, str by) -> Tensor"
@@ -342,4 +325,4 @@ def register_decode(name: str, kernels: Sequence[type[Operation]]) -> None:
     operator = getattr(torch.ops.metattt, f"{name}_decode").default
     BEHIND[operator] = decode
     for kernel in kernels:
-        kernel.decode_operator = operator
+        kernel.operator, kernel.decode_operator = getattr(torch.ops.metattt, name).default, operator

@@ -27,7 +27,8 @@ from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
 from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, needs_probes, rounds
-from metattt.state import State, Tensors, count_bytes, map_tensors, tensors_of
+from metattt.nested import count_bytes, map_tensors, tensors_of
+from metattt.state import State, Tensors
 
 
 class Adaptation(NamedTuple):

@@ -14,9 +14,10 @@ from metattt.inner.packing import Packing, check_flags, pack
 from metattt.memory_limit import check_memory_limit
 from metattt.models.block import INIT_STD, Backbone, pattern_of, take
 from metattt.models.linear_cross_entropy import linear_cross_entropy
+from metattt.nested import count_bytes, map_tensors, move_tensors
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.state import Context, count_bytes, map_tensors, move_tensors
+from metattt.state import Context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,7 @@ class LanguageModelState(NamedTuple):
         return map_tensors(function, self)
 
     def to(self, *args: Any, **kwargs: Any) -> LanguageModelState:
-        """The state on another device, or in another type: see `metattt.state.move_tensors`."""
+        """The state on another device, or in another type: see `metattt.nested.move_tensors`."""
         return move_tensors(self, *args, **kwargs)
 
     def detach(self) -> LanguageModelState:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from metattt.errors import MetaTTTError
-from metattt.state import map_tensors
+from metattt.nested import map_tensors
 
 MANY = 512  # messages of a process that may be on their way
 

@@ -14,8 +14,9 @@ from torch.func import functional_call
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
+from metattt.nested import tensors_of
 from metattt.optimizers.block import BlockRule
-from metattt.state import State, tensors_of
+from metattt.state import State
 from metattt.testing.padding import masks, packing
 from metattt.testing.rounding import (
     FACTOR,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.layer import TTTLayer
-from metattt.state import tensors_of
+from metattt.nested import tensors_of
 from metattt.testing.specimen import NotApplicable, Specimen, distance, run
 
 THREADS = 4

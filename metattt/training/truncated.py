@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from metattt.state import map_tensors
+from metattt.nested import map_tensors
 
 P = TypeVar("P")
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.kernels.ttt_linear.naive import ttt_linear_naive
+from metattt.kernels.ttt_mlp.naive import naive_ttt_mlp
 from metattt.optimizers.base import Gates
 from metattt.tasks.base import Views
 
@@ -41,6 +43,18 @@ def given_of(x: Leaves, b: int = 16, group_size: int | None = None) -> MiniBatch
     tokens = Tokens(Views(x["k"], x["v"], x["q"]), Gates(x["eta"]))
     slow = {"norm_scale": x["scale"], "norm_bias": x["shift"]}
     return MiniBatches(tokens, weights, slow, x.get("tau"), b, x["eta"].dtype, group_size)
+
+
+def written_out(x: Leaves, b: int = 16) -> tuple[Tensor, Leaves]:
+    """Predictions and the last weights by the equations, in the type of the tensors."""
+    views = [x[name].transpose(1, 2) for name in ("q", "k", "v", "eta")]
+    mlp = "w2" in x
+    weights = [x.get(name) for name in WEIGHTS[: 4 if mlp else 2]]
+    given = {"tau": x.get("tau"), "mini_batch_size": b, "initial_state": weights, "output_final_state": True}
+    first = [None if w is None else w[0] for w in weights]
+    y, state = (naive_ttt_mlp if mlp else ttt_linear_naive)(*views, *first, x["scale"], x["shift"], **given)
+    after = {name: w for name, w in zip(WEIGHTS, state, strict=False) if name in x}
+    return y.transpose(1, 2), after
 
 
 def part(x: MiniBatches, first: int, last: int, weights: Leaves | None = None) -> MiniBatches:

@@ -26,8 +26,9 @@ from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
 from metattt.models.language_model import LanguageModel
+from metattt.nested import tensors_of
 from metattt.optimizers.gradient_descent import GradientDescent
-from metattt.state import State, tensors_of
+from metattt.state import State
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import Specimen, distance, state_distance
 

@@ -22,31 +22,28 @@ from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
 from metattt.optimizers.gradient_descent import GradientDescent
-from metattt.optimizers.momentum import Momentum
 from metattt.registry import PARAMETERS
 from metattt.state import Tensors
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import Specimen, compare, run, state_distance
 
-BOUND = 1e-9
+BOUND = 1e-4  # in fp32; of kernels that take float64 there, 1e-9
 LEARNERS = {
     "linear": lambda: Linear(),
     "linear without bias": lambda: Linear(bias=False),
     "mlp": lambda: MLP(),
-    "mlp without bias": lambda: MLP(bias=False, expansion=1.5),
+    "mlp without bias": lambda: MLP(bias=False, expansion=2),
 }
 RULES = {
-    "plain": lambda: GradientDescent(4, lr="constant"),
-    "token steps": lambda: GradientDescent(4, token_steps="shared"),
-    "token steps per head": lambda: GradientDescent(3, token_steps="per_head"),
-    "decay": lambda: Momentum(4, momentum="none", decay="per_head"),
-    "fixed decay": lambda: Momentum(5, momentum="none", decay="retnet"),
+    "plain": lambda: GradientDescent(16, lr="constant"),
+    "token steps": lambda: GradientDescent(16, token_steps="shared"),
+    "token steps per head": lambda: GradientDescent(32, token_steps="per_head"),
 }
 
 
 def specimen(learner: str, rule: str, **options: Any) -> Specimen:
     return Specimen(
-        LEARNERS[learner], lambda: Reconstruction(views="shared_qk", rope="mini_batch"), RULES[rule], 8, 2, options, 16
+        LEARNERS[learner], lambda: Reconstruction(views="shared_qk", rope="mini_batch"), RULES[rule], 32, 2, options, 32
     )
 
 
@@ -62,10 +59,10 @@ def only(layer: TTTLayer, *chosen: Kernel) -> TTTLayer:
 def test_equals_the_dual_form(learner: str, rule: str, group_size: int | None) -> None:
     spec = specimen(learner, rule)
     assert spec.make().form == "fused"
-    fused, dual = spec.make(form="fused", group_size=group_size), spec.make(form="dual")
+    fused, dual = spec.make(form="fused", group_size=group_size).float(), spec.make(form="dual").float()
     b = fused.optimizer.mini_batch_size
     for length, cuts in ((5 * b, []), (5 * b + 1, []), (7 * b + 2, [1, 3 * b, 4 * b + 1]), (b - 1, []), (2 * b, [b])):
-        x = torch.randn(2, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+        x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(length))
         found, expected = run(fused, x, cuts, grads=True), run(dual, x, cuts, grads=True)
         assert compare(found, expected) < BOUND, (length, cuts)
         assert state_distance(dual, found.state, expected.state) < BOUND
@@ -74,11 +71,11 @@ def test_equals_the_dual_form(learner: str, rule: str, group_size: int | None) -
 @pytest.mark.parametrize("learner", ["linear", "mlp"])
 def test_packed_documents_and_padding(learner: str) -> None:
     spec = specimen(learner, "token steps")
-    fused, dual = spec.make(form="fused"), spec.make(form="dual")
+    fused, dual = spec.make(form="fused").float(), spec.make(form="dual").float()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 40, 8, dtype=torch.float64, generator=generator)
-    reset = torch.rand(2, 40, generator=generator) < 0.1
-    mask = torch.rand(2, 40, generator=generator) < 0.9
+    x = torch.randn(2, 160, 32, generator=generator)
+    reset = torch.rand(2, 160, generator=generator) < 0.03
+    mask = torch.rand(2, 160, generator=generator) < 0.9
     for flags in ({"reset": reset}, {"mask": mask}, {"reset": reset, "mask": mask}):
         assert compare(run(fused, x, grads=True, **flags), run(dual, x, grads=True, **flags)) < BOUND
 
@@ -153,7 +150,7 @@ def check(layer: TTTLayer, covered: list[Kernel], taken: set[str]) -> None:
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.3 / parameter.shape[-1] ** 0.5)
     for kernel in covered:
-        if kernel.device == "cpu" and (scan_of(kernel, layer.double(), BOUND) or scan_of(kernel, layer.float(), 1e-4)):
+        if kernel.device == "cpu" and (scan_of(kernel, layer.double(), 1e-9) or scan_of(kernel, layer.float(), BOUND)):
             taken.add(kernel.name)
 
 
@@ -191,15 +188,15 @@ def test_fused_or_an_error() -> None:
 
 
 def test_auto_says_why_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
-    layer = build("layer=ttt_linear", "dim=8", "num_heads=2")
+    layer = build("layer=ttt_linear", "dim=32", "num_heads=2")
     with caplog.at_level(logging.DEBUG, "metattt"), torch.autocast("cpu", torch.bfloat16):
-        layer(torch.randn(1, 32, 8))
-        layer(torch.randn(1, 32, 8))
+        layer(torch.randn(1, 32, 32))
+        layer(torch.randn(1, 32, 32))
     (said,) = [one.getMessage() for one in caplog.records if "form=dual" in one.getMessage()]  # once, not in every call
     assert "bfloat16" in said
     with caplog.at_level(logging.DEBUG, "metattt"):
-        layer(torch.randn(1, 32, 8))
-    assert "form=fused on cpu: ttt_linear.closed_form" in caplog.text
+        layer(torch.randn(1, 32, 32))
+    assert "form=fused on cpu: ttt_linear.native" in caplog.text
 
 
 def test_a_kernel_of_ones_own() -> None:
@@ -226,5 +223,5 @@ def test_a_kernel_of_ones_own() -> None:
     spec = specimen("linear", "token steps")
     layer = only(spec.make(), Borrowed())
     x = spec.tokens()
-    assert compare(run(layer, x, [3], grads=True), run(spec.make(form="primal"), x, [3], grads=True)) < BOUND
-    assert seen == [4]
+    assert compare(run(layer, x, [15], grads=True), run(spec.make(form="primal"), x, [15], grads=True)) < 1e-9
+    assert seen == [16]

@@ -1,4 +1,4 @@
-"""The kernels in C++ against the closed form in float64, and what happens around them: compiling, threads, falling
+"""The kernels in C++ against their equations in float64, and what happens around them: compiling, threads, falling
 back."""
 
 from __future__ import annotations
@@ -7,20 +7,20 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mini_batches import Leaves, given_of, inputs
+from mini_batches import Leaves, given_of, inputs, written_out
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.kernels.cpu import native, native_scan
 from metattt.kernels.cpu.native_scan import NativeForm
-from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
-from metattt.kernels.ttt_mlp.closed_form import TTTMLP
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
@@ -31,19 +31,20 @@ from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Reconstruction
 
 KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
-REFERENCES = {"linear": TTTLinear(), "mlp": TTTMLP()}
 BOUND = 1e-4
 pytestmark = pytest.mark.skipif(
     native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
 )
 
 
-def results(
-    form: NativeForm | TTTLinear | TTTMLP, x: Leaves, b: int = 16, group_size: int | None = None
-) -> Leaves:
+def by(kernel: NativeForm, b: int = 16, group_size: int | None = None) -> Callable[[Leaves], tuple[Tensor, Leaves]]:
+    return lambda x: kernel.scan(given_of(x, b, group_size), lambda _: pytest.fail("the reference was taken"))
+
+
+def results(call: Callable[[Leaves], tuple[Tensor, Leaves]], x: Leaves) -> Leaves:
     """Outputs, final weights and all gradients."""
     leaves = {name: value.detach().requires_grad_() for name, value in x.items()}
-    y, after = form.scan(given_of(leaves, b, group_size), lambda _: pytest.fail("the reference was taken"))
+    y, after = call(leaves)
     outputs = {"y": y, **{f"final {name}": w for name, w in after.items()}}
     generator = torch.Generator().manual_seed(0)
     cotangents = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs.values()]
@@ -57,8 +58,8 @@ def results(
 def check(kind: str, x: Leaves, b: int = 16, group_size: int | None = None) -> None:
     kernel = KERNELS[kind]
     assert kernel.reason_rejected(given_of(x, b)) is None
-    found = results(kernel, x, b, group_size)
-    expected = results(REFERENCES[kind], {name: value.double() for name, value in x.items()}, b)
+    found = results(by(kernel, b, group_size), x)
+    expected = results(partial(written_out, b=b), {name: value.double() for name, value in x.items()})
     for name, value in expected.items():
         assert found[name].shape == value.shape and found[name].dtype == torch.float32
         error = (found[name].double() - value).norm() / value.norm()
@@ -74,7 +75,7 @@ def check(kind: str, x: Leaves, b: int = 16, group_size: int | None = None) -> N
         ("mlp", 96, 384, 16, True, "shared", None), ("mlp", 128, 32, 16, False, "none", 100),
     ],
 )  # fmt: skip
-def test_equals_the_closed_form(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str, group_size: int | None) -> None:
+def test_equals_the_equations(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str, group_size: int | None) -> None:
     check(kind, inputs(kind, d, b, bias, tau, hidden, n=96), b, group_size)
 
 
@@ -96,9 +97,9 @@ def test_only_some_gradients(kind: str) -> None:
     double = {name: value.double() for name, value in x.items()}
     for pick in (lambda y, after: after["w1"].square().sum(), lambda y, after: y.square().sum()):
         found, expected = [], []
-        for form, values, out in ((KERNELS[kind], x, found), (REFERENCES[kind], double, expected)):
+        for call, values, out in ((by(KERNELS[kind]), x, found), (written_out, double, expected)):
             leaves = {name: value.detach().requires_grad_(name in ("k", "w1")) for name, value in values.items()}
-            pick(*form.scan(given_of(leaves), None)).backward()
+            pick(*call(leaves)).backward()
             out += [leaf.grad for leaf in leaves.values()]
         for a, e in zip(found, expected, strict=True):
             assert (a is None) == (e is None)
@@ -108,9 +109,9 @@ def test_only_some_gradients(kind: str) -> None:
 @pytest.mark.parametrize("kind", KERNELS)
 def test_threads_and_no_gradients_give_the_same_bits(kind: str) -> None:
     x = inputs(kind, tau="none", n=480, batch=3)
-    expected = results(KERNELS[kind], x)
+    expected = results(by(KERNELS[kind]), x)
     torch.set_num_threads(4)
-    for name, value in results(KERNELS[kind], x).items():
+    for name, value in results(by(KERNELS[kind]), x).items():
         assert torch.equal(value, expected[name]), name
     leaves = {name: value.requires_grad_() for name, value in x.items()}
     with torch.no_grad():
@@ -125,7 +126,7 @@ def test_nan_is_not_lost(kind: str, name: str) -> None:
     x = inputs(kind, tau="none")
     per_token = name in ("k", "v", "q", "eta")
     x[name][(0, 0, 20) if per_token else (0, 0)] = float("nan")
-    found = {key: value.isnan() for key, value in results(KERNELS[kind], x).items()}
+    found = {key: value.isnan() for key, value in results(by(KERNELS[kind]), x).items()}
     later = slice(20, 21 if name == "q" else None)
     assert found["y"][0, 0, later if per_token else slice(None)].all()
     assert found["dw1"][0, 0].any() and found["dk"][0, 0, :16].all() and found["deta"][0, 0, :16].all()

@@ -148,7 +148,7 @@ def test_operators_pass_the_checks_of_torch(op: str) -> None:
     forward, backward, decode = (getattr(operators, op + part) for part in ("", "_backward", "_decode"))
     given = small(op, length=20)
     views = [given[name].transpose(1, 2) for name in ("k", "v", "q", "eta")]
-    rest = (None, None, given["tau"], given["norm_scale"], given["norm_bias"])
+    rest = (given["tau"], given["norm_scale"], given["norm_bias"])
     weights = [given[name] for name in names]
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(forward.default, (*views, *rest, weights, 16, 1, True, True, None, "cuda"), test_utils=tests)
@@ -160,7 +160,7 @@ def test_operators_pass_the_checks_of_torch(op: str) -> None:
     token = [given[name].detach()[:, 0].contiguous() for name in TOKENS]
     states = [torch.zeros_like(x)[None] for x in weights * 2]
     phase = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    arguments = (*token, states[: len(names)], states[len(names) :], *saved[7:], saved[6], phase, 16, "cuda")
+    arguments = (*token, states[: len(names)], states[len(names) :], *saved[5:], saved[4], phase, 16, "cuda")
     torch.library.opcheck(decode.default, arguments, test_utils=tests)
 
 

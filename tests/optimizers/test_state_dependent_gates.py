@@ -67,7 +67,7 @@ def test_laws_of_ones_own(name: str) -> None:
 def test_fast_paths_refuse() -> None:
     assert Specimen(Linear, task, lambda: GradientDescent(4)).make().form == "fused"
     layer = Specimen(Linear, task, lambda: Careful(4)).make()
-    assert layer.form == "dual" and "Careful depend on the weights" in layer.plan.reasons["ttt_linear.closed_form"]
+    assert layer.form == "dual" and "Careful depend on the weights" in layer.plan.reasons["ttt_linear.native"]
     with pytest.raises(MetaTTTError, match=r"layer\.form=fused .*the gates of Careful depend on the weights"):
         Specimen(Linear, task, lambda: Careful(4)).make(form="fused")
     linear = partial(Linear, residual=False, norm=False, bias=False)

@@ -2,7 +2,7 @@
 
 What was compiled stays in a folder of the user's cache under a name that depends on the sources, the compiler, its
 options and the processor: another process loads it again, and nothing stale is ever loaded. Where nothing can be
-compiled, `load` returns None.
+compiled, `load` returns None, and a warning says so once for each operation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _loaded: dict[tuple[Path, tuple[tuple[str, int], ...]], ctypes.CDLL | None] = {}
 
 
 def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
-    """The library made of `source` with its macros set to `defines`; None, with a message in the debug log, where it
+    """The library made of `source` with its macros set to `defines`; None, with the reason in the debug log, where it
     cannot be compiled."""
     key = source, tuple(sorted(defines.items()))
     with _lock:
@@ -45,6 +45,7 @@ def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
             except (OSError, RuntimeError) as error:
                 _log.debug("%s is not compiled: %s", source, error)
                 _loaded[key] = None
+                _warn(source.parent.name)
         return _loaded[key]
 
 
@@ -84,6 +85,12 @@ def _compiler() -> tuple[tuple[str, ...], str]:
         if command and shutil.which(command[0]):
             return tuple(command), _run([*command, "--version"], timeout=60).stdout
     raise RuntimeError(f"no C++ compiler: {chosen or 'c++, g++, clang++'} not found")
+
+
+@cache
+def _warn(operation: str) -> None:
+    said = "%s has no kernel here, and plain PyTorch takes several times as long: install a C++ compiler"
+    _log.warning(said, operation)
 
 
 @cache

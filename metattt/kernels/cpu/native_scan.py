@@ -29,6 +29,7 @@ class NativeForm(Operation):
     macros."""
 
     device = "cpu"
+    traceable = True
     source: Path
     source_of_tokens: Path | None = None  #: the one that takes token after token; None: there is none
     largest_group = 16
@@ -56,11 +57,14 @@ class NativeForm(Operation):
         gates = given.tokens.gates[1:]
         if gates.count(None) != len(gates):
             return "a gate besides the step size"
-        if given.matmul_dtype != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
-            return "numbers other than fp32"
+        types = [given.matmul_dtype, *(x.dtype for x in flat(given))]
+        if wrong := [one for one in types if one != torch.float32]:
+            return f"numbers of {str(wrong[0]).removeprefix('torch.')}, not fp32"
         if misfit is not None:
             return misfit
         key = source, *(sizes := sizes_of(given))
+        if torch.compiler.is_compiling():  # which needs a C++ compiler itself
+            return reason if isinstance(reason := self.defines(sizes), str) else None
         if key not in _answers:
             defines = self.defines(sizes)
             if not isinstance(defines, str) and not load(source, _macros(defines, source is self.source)):

@@ -1,4 +1,4 @@
-"""TTT-MLP in C++ on the CPU: the same closed form as `closed_form.py`, one learner after the other."""
+"""TTT-MLP in C++ on the CPU, one learner after the other."""
 
 from __future__ import annotations
 
