@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import in_turn, ratios, summary
+from common import bandwidth, in_turn, peak, ratios, summary
 from operation import Operation
 from peers import PEERS, forget_autotuning
 from torch import Tensor
@@ -181,12 +181,9 @@ def decode(subject: str, case: Case, device: str) -> Found:
 
 
 def ceiling(subject: str, case: Case, device: str) -> Found:
-    """Bytes read and written by a copy that no cache holds, and operations of a large product."""
-    size, side = (2**30, 8192) if device == "cuda" else (2**20, 128)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    a = torch.randn(side, side, device=device).to(DTYPES[case["dtype"]])
-    copied, product = milliseconds(source.clone, device)["ms, least"], milliseconds(lambda: a @ a, device)["ms, least"]
-    return {"copy, GB/s": 2 * size / copied / 1e6, "product, TFLOP/s": 2 * side**3 / product / 1e9}
+    """Bytes that a product of a large matrix and a vector reads, and operations of a large product."""
+    at, dtype = torch.device(device), DTYPES[case["dtype"]]
+    return {"read, GB/s": bandwidth(at, dtype) / 1e9, "product, TFLOP/s": peak(at, dtype) / 1e12}
 
 
 # -- other launches ----------------------------------------------------------------------------------------------------

@@ -80,31 +80,16 @@ def _fla_ttt(file: str, function: str, mini_batch_size: int) -> Made:
     return call, _ttt_inputs
 
 
-def _fla_simple_gla(mini_batch_size: int) -> Made:
-    from fla.ops.simple_gla import chunk_simple_gla
+def _fla(file: str, function: str, gates: str, mini_batch_size: int) -> Made:
+    """An operation of flash-linear-attention on unit views; `gates`: of `g` and `beta`, those that it takes."""
+    operation = getattr(importlib.import_module(f"fla.ops.{file}"), function)
+    made = {"g": lambda *at: _decay(at[0], at[2]), "beta": _rate}
 
-    return (
-        lambda q, k, v, g: chunk_simple_gla(q, k, v, g=g)[0],
-        lambda shape, dtype, device: [*_unit_views(shape, dtype, device), _decay(shape, device)],
-    )
+    def call(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        o: Tensor = operation(q, k, v, **dict(zip(gates.split(), given, strict=True)))[0]
+        return o
 
-
-def _fla_delta_rule(mini_batch_size: int) -> Made:
-    from fla.ops.delta_rule import chunk_delta_rule
-
-    return (
-        lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta)[0],
-        lambda *at: [*_unit_views(*at), _rate(*at)],
-    )
-
-
-def _fla_gated_delta_rule(mini_batch_size: int) -> Made:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return (
-        lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g, beta)[0],
-        lambda *at: [*_unit_views(*at), _decay(at[0], at[2]), _rate(*at)],
-    )
+    return call, lambda *at: [*_unit_views(*at), *(made[gate](*at) for gate in gates.split())]
 
 
 PEERS: dict[str, Callable[[int], Made]] = {
@@ -112,10 +97,10 @@ PEERS: dict[str, Callable[[int], Made]] = {
     "torch attention, flash": partial(_attention_by, "FLASH_ATTENTION"),
     "torch attention, cudnn": partial(_attention_by, "CUDNN_ATTENTION"),
     "fla ttt_linear, fused": partial(_fla_ttt, "fused_chunk", "fused_chunk_ttt_linear"),
-    "fla gated_delta_rule": _fla_gated_delta_rule,
-    "fla mamba-2 (simple_gla)": _fla_simple_gla,
+    "fla gated_delta_rule": partial(_fla, "gated_delta_rule", "chunk_gated_delta_rule", "g beta"),
+    "fla mamba-2 (simple_gla)": partial(_fla, "simple_gla", "chunk_simple_gla", "g"),
     "fla ttt_linear, chunk": partial(_fla_ttt, "chunk", "chunk_ttt_linear"),
-    "fla delta_rule": _fla_delta_rule,
+    "fla delta_rule": partial(_fla, "delta_rule", "chunk_delta_rule", "beta"),
 }
 """By name, from b to an operation on `[B, T, H, d]`, and from a shape, a type and a device to its random inputs."""
 

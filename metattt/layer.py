@@ -8,7 +8,6 @@ from typing import Literal, cast
 from torch import Tensor
 
 from metattt.component import unchanged_on_error
-from metattt.errors import MetaTTTError
 from metattt.inner.final import read_only
 from metattt.inner.packing import Call, Packing
 from metattt.inner.tokens import Tokens, fitted
@@ -78,12 +77,6 @@ class TTTLayer(PlannedLayer):
     output_bias: bool = setting(default=False)
     init: Literal["normal", "xavier"] = setting(default="normal", kw_only=True)
 
-    def check_settings(self) -> None:
-        super().check_settings()
-        if self.gate_rank is not None and self.output_gate is False:
-            rank = f"layer.gate_rank={self.gate_rank}"
-            raise MetaTTTError(f"{rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
-
     def create_modules(self) -> None:
         dim, head, width = self.dim, self.head_dim, self.num_heads * self.head_dim
         with unchanged_on_error(self.task, self.learner, self.optimizer):
@@ -91,8 +84,8 @@ class TTTLayer(PlannedLayer):
             self.learner.setup(self.num_heads, self.task.input_dim, head)
             self.optimizer.setup(dim, self.num_heads, head, tuple(self.learner.init))
             self._plan = self._planned()
-        self.norm = make_norm(self.output_norm, width, head, self.norm_eps, self.norm_eps_scale)
-        self.gate = make_gate(self.output_gate, self.gate_rank, dim, width, head)
+            self.norm = make_norm(self.output_norm, width, head, self.norm_eps, self.norm_eps_scale)
+            self.gate = make_gate(self.output_gate, self.gate_rank, dim, width, head)
         self.gate_function: str = self.output_gate if isinstance(self.output_gate, str) else "gelu"
         self.out = projection(width, dim, self.output_bias)
         if self.init == "xavier":

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import projection
 
@@ -66,7 +67,14 @@ def make_norm(kind: bool | str, dim: int, head_dim: int, eps: float | None, eps_
 
 
 def make_gate(kind: bool | str, rank: int | str | None, dim: int, width: int, head_dim: int) -> nn.Module | None:
-    """The projection of the token that a gate is a function of: `[B, T, dim]` to `[B, T, width]`."""
+    """The projection of the token that a gate is a function of: `[B, T, dim]` to `[B, T, width]`.
+
+    Raises:
+        MetaTTTError: a rank without a gate, or one that this machine cannot hold.
+    """
+    if not kind and rank is not None:
+        wrong = f"layer.gate_rank={rank} is of a gate, and layer.gate=false"
+        raise MetaTTTError(f"{wrong}: set layer.gate, or leave it out")
     if not kind:
         return None
     if rank is None:

@@ -33,7 +33,7 @@ def stdlib() -> str:
 
 def measured() -> str:
     """Layers, their inner operation and decoding, beside the published style and softmax attention."""
-    whole, inner, decode = (tables(f"results/cpu/{name}.json") for name in ("layer", "inner", "decode"))
+    whole, inner, model = (tables(f"results/cpu/{name}.json") for name in ("layer", "inner", "model"))
     rows = []
     for layer, title in LAYERS.items():
         short = {"ttt_linear": "linear", "ttt_mlp": "mlp"}.get(layer)
@@ -44,8 +44,8 @@ def measured() -> str:
             wanted = {"learner": short, "pass": "training", "threads": 1, "way": way}
             cells.append(milliseconds(value(inner["Time"], wanted, "ms, median"), 0))
         for way in ("a call of the model" if named == "attention" else "recorded", "published style"):
-            wanted = {"layer": named, "way": way, "after tokens": 1024}
-            cells.append(milliseconds(value(decode["Models"], wanted, "ms per token, median"), 1))
+            wanted = {"layer": named, "way": way, "tokens": 1024}
+            cells.append(milliseconds(value(model["Decoding"], wanted, "ms, median"), 1))
         rows.append([title, *cells])
     head = ["", "whole layer, forward + backward", "inner operation, forward + backward", "the same, published style"]
     head += ["one token, decoding", "the same, published style"]
@@ -53,7 +53,7 @@ def measured() -> str:
         table(head, rows)
         + "\nOne CPU thread, fp32, medians; other machines give other times. *Whole layer*: 4,096 tokens, D = 768, 12 heads"
         " (`python benchmarks/speed.py layer`).\n*Inner operation*: 2,048 tokens, 12 heads (`speed.py inner`). *Decoding*: a token of a"
-        " 4-block model after 1,024 (`speed.py decode`). *Published\nstyle* is our reimplementation of the papers' PyTorch code, with the"
+        " 4-block model after 1,024 (`speed.py model`). *Published\nstyle* is our reimplementation of the papers' PyTorch code, with the"
         " same parameters. Every command checks its results before it times them\n([all measurements](docs/measured.md)).\n"
     )
 
@@ -85,11 +85,11 @@ def layers() -> str:
 
 def decoding() -> str:
     """One token of a model in every way, beside the published style."""
-    rows = tables("results/cpu/decode.json")["Models"]
+    rows = tables("results/cpu/model.json")["Decoding"]
     ways, made = ("published style", "a call of the model", "recorded", "compiled"), []
     for layer in ("ttt_linear", "ttt_mlp", "gated_delta_net", "attention"):
         times = [
-            value(rows, {"layer": layer, "way": way, "after tokens": 1024}, "ms per token, median") for way in ways
+            value(rows, {"layer": layer, "way": way, "tokens": 1024}, "ms, median") for way in ways
         ]
         made.append([(LAYERS | {"attention": "softmax attention"})[layer], *(milliseconds(time, 1) for time in times)])
     return table(["layer", *ways], made)
