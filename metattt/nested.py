@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists and dictionaries, as the states of layers and models are: functions over all of them."""
+"""Functions over all tensors of nested tuples, lists and dictionaries, as the states of layers and models are."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ class NativeForm(Operation):
         gates = given.tokens.gates[1:]
         if gates.count(None) != len(gates):
             return "a gate besides the step size"
-        types = [given.matmul_dtype, *(x.dtype for x in flat(given))]
-        if wrong := [one for one in types if one != torch.float32]:
-            return f"numbers of {str(wrong[0]).removeprefix('torch.')}, not fp32"
+        types = {given.matmul_dtype, *[x.dtype for x in flat(given)]}
+        if types != {torch.float32}:
+            return f"numbers of {', '.join(sorted(map(str, types)))}: it takes fp32 alone"
         if misfit is not None:
             return misfit
         key = source, *(sizes := sizes_of(given))
