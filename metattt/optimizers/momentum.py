@@ -73,9 +73,7 @@ class Momentum(GradientDescent, takes=TAKEN):
         check_gate("write_init", self.write, self.write_init)
         super().check_settings()
         if self.nesterov and self.momentum == "none":
-            raise MetaTTTError(
-                "optimizer.nesterov=true needs momentum, and optimizer.momentum=none has none"
-            )
+            raise MetaTTTError("optimizer.nesterov=true needs momentum, and optimizer.momentum=none has none")
         if self.decay == "mamba2" and not self.base_lr > 0:
             raise MetaTTTError(
                 f"optimizer.base_lr={self.base_lr} has no meaning with optimizer.decay=mamba2, whose step size is Δ: "
