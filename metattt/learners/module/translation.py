@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import add, mul, sub, truediv
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,12 +19,7 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.learners.module.composed import COMPOSED, Normalize, unpadded
 from metattt.learners.module.standin import UNARY, ParameterProxy, standins
 
-ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-}
+ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {"add": add, "sub": sub, "mul": mul, "div": truediv}
 ALIASES = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "mm": "matmul"}
 
 
