@@ -96,10 +96,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         """L and Z with the rows of the new tokens: `L = [[L₁, 0], [M, N]]`, `M = κ₂₁L₁⁻ᵀ`, `NNᵀ = κ₂₂ + λI − MMᵀ`."""
         past = new.shape[3] - new.shape[2]
         block = new[..., past:] + self.ridge * identity
-        if not state:
-            factor = torch.linalg.cholesky(block)
-            return factor, torch.linalg.solve_triangular(factor, v, upper=False)
-        old, solved = state["factor"], state["solved"]
+        old, solved = (state["factor"], state["solved"]) if state else (new[:, :, :0, :0], v[:, :, :0])
         left = torch.linalg.solve_triangular(old, new[..., :past].mT, upper=False).mT
         right = torch.linalg.cholesky(block - left @ left.mT)
         rows = torch.linalg.solve_triangular(right, v - left @ solved, upper=False)
