@@ -187,26 +187,22 @@ class BlockMomentum(BlockRule):
         if self.per_weight:
             count = num_heads * len(self.weight_names)
             self.rate_weight = nn.Parameter(torch.randn(count, dim) * 0.02)
-            self.rate_bias = nn.Parameter(
-                torch.full((count,), self.scale + math.log(-math.expm1(-self.scale)))
-            )  # softplus of it is η_base
+            start = self.scale + math.log(-math.expm1(-self.scale))  # softplus of it is η_base
+            self.rate_bias = nn.Parameter(torch.full((count,), start))
 
     def equations(self) -> list[str]:
         *eta, step = super().equations()
         if self.per_weight:
             eta = [f"η_s = softplus(θ_η x_s + c_η), θ and c of each head and weight; {self.scale:g} at the start"]
             step = step.replace("Σ_s G_s", "Σ_s η_s G_s")
-        momentum, decay = (
-            "" if gate == "none" else f"{symbol}_j " for symbol, gate in (("β", self.momentum), ("α", self.decay))
-        )
-        moved = "S_j" if momentum else "U_j"
-        lines = [*self._pool("α", self.decay_gate), *self._pool("β", self.momentum_gate)]
-        lines += [f"S_j = {momentum}S_{{j−1}} + U_j"] if momentum else []
+        lines, moved, decay = self._pool("α", self.decay_gate), "U_j", "" if self.decay == "none" else "α_j "
+        if self.momentum != "none":
+            moved = "S_j"
+            lines += [*self._pool("β", self.momentum_gate), "S_j = β_j S_{j−1} + U_j"]
         if self.orthogonalize:
             iterations = f"{len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices (Muon)"
-            lines.append(f"W_j = {decay}W_{{j−1}} + NS({moved}), NS: {iterations}")
-        else:
-            lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
+            moved = f"NS({moved}), NS: {iterations}"
+        lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
         if self.row_norm:
             lines.append("then the weights of every output of a matrix are rescaled to their norm in W_0")
         return [*eta, step, *lines]
@@ -221,31 +217,25 @@ class BlockMomentum(BlockRule):
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
-        alpha, beta = self._pooled(self.decay_gate, x), self._pooled(self.momentum_gate, x)
+        alpha, beta = (
+            gate.logit(x).expand(-1, self.num_heads, -1) if self._pools_logits(gate) else gate(x)
+            for gate in (self.decay_gate, self.momentum_gate)
+        )
         ones = torch.ones_like(gates.eta)
         if not self.per_weight:
             return Gates(gates.eta, alpha, beta, ones), state
-        return Gates(ones, alpha, beta, ones, self._rates(x)), state
+        rates = F.softplus(affine(x, self.rate_weight, self.rate_bias))  # of every fast weight
+        return Gates(ones, alpha, beta, ones, rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)), state
 
-    def _rates(self, x: Tensor) -> Tensor:
-        """η of every fast weight, `[B, H, T, n]`, in fp32 or wider."""
-        weight_lr = F.softplus(affine(x, self.rate_weight, self.rate_bias))
-        return weight_lr.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-    def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:
-        if self.pool == "logits" and gate.source in ("shared", "per_head"):
-            return gate.logit(x).expand(-1, gate.num_heads, -1)
-        return gate(x)
-
-    def _gate(self, gate: Gate, mean: Tensor | None) -> Tensor | None:
-        return (
-            torch.sigmoid(mean)
-            if mean is not None and self.pool == "logits" and gate.source in ("shared", "per_head")
-            else mean
-        )
+    def _pools_logits(self, gate: Gate) -> bool:
+        """Whether it is the logits of a gate that are averaged."""
+        return self.pool == "logits" and gate.source in SHARING
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
+        if alpha is not None and self._pools_logits(self.decay_gate):
+            alpha = torch.sigmoid(alpha)
+        if beta is not None and self._pools_logits(self.momentum_gate):
+            beta = torch.sigmoid(beta)
         sums = dict(memory["update"])
         if beta is not None:
             sums = {name: expand_like(beta, x) * memory["momentum"][name] + x for name, x in sums.items()}
