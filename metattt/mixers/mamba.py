@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from metattt.mixers.base import check_steps
+from metattt.errors import check_number
 from metattt.mixers.scan import ScanBlock
 from metattt.modules import step_bias
 from metattt.registry import register
@@ -43,7 +43,7 @@ class Mamba(ScanBlock):
     dt_max: float = setting(default=0.1, above=0)
 
     def create_recurrence(self) -> None:
-        check_steps(self.dt_min, self.dt_max)
+        check_number("layer.dt_max", self.dt_max, least=self.dt_min, advice=", which is layer.dt_min")
         self.dt_proj = nn.Linear(self.rank, self.width)
         nn.init.uniform_(self.dt_proj.weight, -(self.rank**-0.5), self.rank**-0.5)
         with torch.no_grad():

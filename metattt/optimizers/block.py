@@ -114,11 +114,12 @@ class BlockRule(StepSize):
         return kept | moved
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
-        if gates.alpha is None and gates.beta is None:
-            return memory
+        """Sums up the gates of the open mini-batch, and counts its tokens; a rule without any (α, β, κ) needs neither."""
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
+        if not given and gates.kappa is None:
+            return memory
         # κ is 0 at padding, which must not count; without any, all tokens do
-        counted = torch.ones_like(next(iter(given.values()))) if gates.kappa is None else gates.kappa
+        counted = torch.ones_like(gates.eta) if gates.kappa is None else gates.kappa
         new = {name: (gate * counted).sum(-1) for name, gate in given.items()}
         new["count"] = counted.sum(-1)
         pool = memory.get("pool")
@@ -222,10 +223,11 @@ class BlockMomentum(BlockRule):
             for gate in (self.decay_gate, self.momentum_gate)
         )
         ones = torch.ones_like(gates.eta)
+        counted = None if alpha is None and beta is None else ones
         if not self.per_weight:
-            return Gates(gates.eta, alpha, beta, ones), state
+            return Gates(gates.eta, alpha, beta, counted), state
         rates = F.softplus(affine(x, self.rate_weight, self.rate_bias))  # of every fast weight
-        return Gates(ones, alpha, beta, ones, rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)), state
+        return Gates(ones, alpha, beta, counted, rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)), state
 
     def _pools_logits(self, gate: Gate) -> bool:
         """Whether it is the logits of a gate that are averaged."""
@@ -296,21 +298,19 @@ class Adam(BlockRule):
         ]
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        first: Tensors = {}
-        second: Tensors = {}
-        age: Tensors = {}
-        after: Tensors = {}
+        after: Memory = {slot: {} for slot in ("commit", *self.own_slots)}
         for name, x in memory["update"].items():
-            old = {slot: memory[slot][name] for slot in self.own_slots}
-            first[name] = self.beta1 * old["momentum"] + (1 - self.beta1) * x
-            second[name] = self.beta2 * old["second"] + (1 - self.beta2) * x.square()
-            age[name] = old["age"] + 1
-            count = expand_like(age[name], x)
-            mean = first[name] / (1 - self.beta1**count)
+            commit, first, second, age = (memory[slot][name] for slot in after)
+            first = self.beta1 * first + (1 - self.beta1) * x
+            second = self.beta2 * second + (1 - self.beta2) * x.square()
+            count = expand_like(age + 1, x)
+            mean = first / (1 - self.beta1**count)
             # The root has no derivative at 0: the floor keeps the outer gradient finite.
-            root = (second[name] / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
-            after[name] = memory["commit"][name] + self.size * mean / (root + self.eps)
-        return {"commit": after, "momentum": first, "second": second, "age": age}
+            root = (second / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
+            moved = commit + self.size * mean / (root + self.eps)
+            for slot, value in zip(after, (moved, first, second, age + 1), strict=True):
+                after[slot][name] = value
+        return after
 
 
 Schedule = tuple[tuple[float, float, float], ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,12 +71,13 @@ class ModuleLearner(Learner):
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 self._examine(num_heads, d_in, d_out)
             here = torch.empty(0).device  # where parameters are made now (`with torch.device(...)`)
-            self.module = kept if any(constant.is_meta for constant in _constants(kept)) else kept.to(here)
+            self.module = kept if any(x.is_meta for x in chain(kept.parameters(), kept.buffers())) else kept.to(here)
         return self
 
     def _with_values(self) -> nn.Module:
         """The module, or a copy on the CPU if its constants are elsewhere; tensors without values get random ones."""
-        if any(constant.is_meta and not constant.is_floating_point() for constant in _constants(self.module)):
+        constants = chain(self.module.parameters(), self.module.buffers())  # the trained parameters are taken out
+        if any(constant.is_meta and not constant.is_floating_point() for constant in constants):
             raise MetaTTTError(
                 f"{type(self.module).__name__} has buffers without values, such as indices or masks: "
                 "make it outside torch.device('meta')"
@@ -271,12 +273,6 @@ class ModuleLearner(Learner):
                 f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm and "
                 "BatchNorm do: leave that out, the buffers of a learner stay as they are"
             )
-
-
-def _constants(module: nn.Module) -> Iterator[Tensor]:
-    """Buffers, and parameters that are not trained."""
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _first_line(error: Exception) -> str:
