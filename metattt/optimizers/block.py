@@ -114,12 +114,11 @@ class BlockRule(StepSize):
         return kept | moved
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
-        """Sums up the gates of the open mini-batch, and counts its tokens; a rule without any (α, β, κ) needs neither."""
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
-        if not given and gates.kappa is None:
+        if not given:
             return memory
         # κ is 0 at padding, which must not count; without any, all tokens do
-        counted = torch.ones_like(gates.eta) if gates.kappa is None else gates.kappa
+        counted = torch.ones_like(next(iter(given.values()))) if gates.kappa is None else gates.kappa
         new = {name: (gate * counted).sum(-1) for name, gate in given.items()}
         new["count"] = counted.sum(-1)
         pool = memory.get("pool")
@@ -223,11 +222,10 @@ class BlockMomentum(BlockRule):
             for gate in (self.decay_gate, self.momentum_gate)
         )
         ones = torch.ones_like(gates.eta)
-        counted = None if alpha is None and beta is None else ones
         if not self.per_weight:
-            return Gates(gates.eta, alpha, beta, counted), state
+            return Gates(gates.eta, alpha, beta, ones), state
         rates = F.softplus(affine(x, self.rate_weight, self.rate_bias))  # of every fast weight
-        return Gates(ones, alpha, beta, counted, rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)), state
+        return Gates(ones, alpha, beta, ones, rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)), state
 
     def _pools_logits(self, gate: Gate) -> bool:
         """Whether it is the logits of a gate that are averaged."""
