@@ -44,12 +44,10 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
     def equations(self) -> list[str]:
         value = self._in_symbols("κ(q_t, K)(κ(K, K) + λI)⁻¹ V")
         h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
-        kernel = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}[
-            self.kernel
-        ]
+        kernels = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}
         return [
             f"f(q_t) = {value}, λ = {self.ridge:g}, K and V the k_s and v_s of all s ≤ t",
-            f"κ(q, k) = {kernel}",
+            f"κ(q, k) = {kernels[self.kernel]}",
             "which is the minimum of Σ_{s≤t} ½‖f(k_s) − v_s‖² + ½λ‖f‖²",
         ]
 

@@ -137,8 +137,8 @@ class BlockMomentum(BlockRule):
 
     Args:
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`. `lr` may also
-            be `per_weight`:
-            η = softplus(θ x + c) per head and fast weight, which is η_base where θ x + c is at its start (LaCT).
+            be `per_weight`: η = softplus(θ x + c) per head and fast weight, which is η_base where θ x + c is at
+            its start (LaCT).
         momentum, momentum_init: β, as in `Momentum`, pooled over the mini-batch.
         decay, decay_init: α likewise.
         pool: what is averaged over a mini-batch: the gates' `logits` (Titans) or the `gates` themselves (LaCT).

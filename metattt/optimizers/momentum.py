@@ -173,9 +173,8 @@ class Gate(nn.Module):
             return self.step(x)[1].expand(shape)
         if self.source == "retnet":
             # Not a buffer: a narrower type would round it to 1, and `to_empty` would drop its values.
-            return (
-                (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1).expand(shape)
-            )
+            kept = (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1)
+            return kept.expand(shape)
         if self.source in ("shared", "per_head"):
             return torch.sigmoid(self.logit(x)).expand(shape)
         return None
