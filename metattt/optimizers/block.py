@@ -96,9 +96,7 @@ class BlockRule(StepSize):
         if "update" not in memory:
             return memory["commit"]
         now = self.commit(memory, filled)["commit"]
-        if isinstance(filled, int):
-            return now
-        return where(filled > 0, now, memory["commit"])
+        return now if isinstance(filled, int) else where(filled > 0, now, memory["commit"])
 
     def commit(self, memory: Memory, filled: int | Tensor) -> Memory:
         pool = memory.get("pool", {})
