@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -85,18 +86,18 @@ class ScanBlock(Mixer):
                 step = step * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
             h = memory["memory"] if memory else v.new_zeros(len(x), self.width, self.d_state)
             starts = () if ctx.first is None else (ctx.first,)
-            tokens, rates = (q, step, v, k, *starts), self.rates(accum_dtype)
-            y, h = by_chunks(self._chunk, h, tokens, rates, self.chunk_size, self.group_size)
+            chunk, tokens = partial(self._chunk, len(starts)), (q, step, v, k, *starts)
+            y, h = by_chunks(chunk, h, tokens, self.rates(accum_dtype), self.chunk_size, self.group_size)
             y = (y + self.D.to(accum_dtype) * v) * F.silu(z)
         return self.out_proj(y.to(x.dtype)), {"conv": tail, "memory": h}
 
     def _chunk(
-        self, memory: Tensor, q: Tensor, step: Tensor, v: Tensor, k: Tensor, *given: Tensor
+        self, starts: int, memory: Tensor, q: Tensor, step: Tensor, v: Tensor, k: Tensor, *given: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """y `[B, c, E]` and h `[B, E, N]` after c tokens; `given` are the starts of documents, if any, and the rates."""
-        starts = [x for x in given if x.dtype == torch.bool]
-        a, b = self.gates(*(x.transpose(0, 1) for x in (step, v, k)), *given[len(starts) :])
-        for first in starts:
+        """y `[B, c, E]` and h `[B, E, N]` after c tokens; `given` are the starts of documents `[B, c]`, 0 or 1 of them,
+        and the rates."""
+        a, b = self.gates(*(x.transpose(0, 1) for x in (step, v, k)), *given[starts:])
+        for first in given[:starts]:
             a = a.masked_fill(first.T[..., None, None], 0)
         few = a.device.type != "cpu" or torch.compiler.is_compiling()
         h, memory = (doubling if few else one_by_one)(a, b, memory)
