@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -218,9 +217,12 @@ class PerTokenWeights(FastWeights):
 
     def _combine(self, parts: Sequence[Tensor]) -> Tensor:
         """`Σ_B rows_B(t) part_B` over parts `[B, H, m, ..., d]`."""
-        pairs = zip((row for row, _ in self.terms), parts, strict=True)
-        scaled = (part if row is None else part * row.view(*row.shape, *(1,) * (part.ndim - 3)) for row, part in pairs)
-        return reduce(torch.add, scaled)
+        total: Tensor | None = None
+        for (row, _), part in zip(self.terms, parts, strict=True):
+            part = part if row is None else part * row.view(*row.shape, *(1,) * (part.ndim - 3))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
 
     def _vector(self, name: str, like: Tensor) -> Tensor:
         if name not in self._fast:

@@ -1,4 +1,4 @@
-"""What Mamba and Longhorn share: their block, and the element-wise scan `h_t = a_t ∘ h_{t−1} + b_t`, `y_t = h_t q_t`."""
+"""What Mamba and Longhorn share: their block, and the element-wise scan `h_t = a_t ∘ h_{t−1} + b_t`."""
 
 from __future__ import annotations
 

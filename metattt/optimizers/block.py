@@ -215,25 +215,25 @@ class BlockMomentum(BlockRule):
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
-        alpha, beta = (
-            gate.logit(x).expand(-1, self.num_heads, -1) if self._pools_logits(gate) else gate(x)
-            for gate in (self.decay_gate, self.momentum_gate)
-        )
+        alpha, beta = self._pooled(self.decay_gate, x), self._pooled(self.momentum_gate, x)
         ones = torch.ones_like(gates.eta)
         if not self.per_weight:
             return Gates(gates.eta, alpha, beta, ones), state
         rates = F.softplus(affine(x, self.rate_weight, self.rate_bias))  # of every fast weight
         return Gates(ones, alpha, beta, ones, rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)), state
 
-    def _pools_logits(self, gate: Gate) -> bool:
-        """Whether it is the logits of a gate that are averaged."""
-        return self.pool == "logits" and gate.source in SHARING
+    def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:
+        """What is averaged over a mini-batch of a gate."""
+        logits = self.pool == "logits" and gate.source in SHARING
+        return gate.logit(x).expand(-1, self.num_heads, -1) if logits else gate(x)
+
+    def _gate(self, gate: Gate, mean: Tensor | None) -> Tensor | None:
+        """The gate of a mini-batch, from that mean."""
+        logits = self.pool == "logits" and gate.source in SHARING
+        return torch.sigmoid(mean) if logits and mean is not None else mean
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        if alpha is not None and self._pools_logits(self.decay_gate):
-            alpha = torch.sigmoid(alpha)
-        if beta is not None and self._pools_logits(self.momentum_gate):
-            beta = torch.sigmoid(beta)
+        alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
         sums = dict(memory["update"])
         if beta is not None:
             sums = {name: expand_like(beta, x) * memory["momentum"][name] + x for name, x in sums.items()}

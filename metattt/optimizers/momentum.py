@@ -100,7 +100,8 @@ class Momentum(GradientDescent, takes=TAKEN):
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
         eta, alpha = self.decay_gate.step(x) if self.decay == "mamba2" else (gates.eta, self.decay_gate(x))
-        return Gates(eta, alpha, self.momentum_gate(x), self.write_gate(x)), state
+        beta = None if self.momentum == "none" else self.momentum_gate(x)
+        return Gates(eta, alpha, beta, None if self.write == "none" else self.write_gate(x)), state
 
 
 def check_gate(key: str, source: str, value: float) -> None:
