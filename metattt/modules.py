@@ -82,11 +82,12 @@ def made_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return kept
 
 
-def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`θ x + c` in fp32 or wider: `[B, T, D]`, `[n, D]` and `[n]` to `[B, T, n]`."""
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`θ x + c` in fp32 or wider: `[..., T, D]`, `[..., n, D]` and `[n]` (None: c = 0) to `[..., T, n]`."""
     accum_dtype = torch.promote_types(x.dtype, torch.float32)
     with exact(x.device.type):
-        return x.to(accum_dtype) @ weight.to(accum_dtype).mT + bias.to(accum_dtype)
+        y = x.to(accum_dtype) @ weight.to(accum_dtype).mT
+        return y if bias is None else y + bias.to(accum_dtype)
 
 
 class CausalConv(nn.Module):

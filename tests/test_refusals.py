@@ -246,7 +246,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=lact_block task.rope_heads=8", "task.rope_heads=8 does not divide dim=8 into heads of an even width"),
     # mixers
     ("layer=mamba layer.group_size=-1", "layer.group_size=-1 is not allowed"),
-    ("layer=mamba layer.dt_max=1e-4", "layer.dt_max=0.0001 is below layer.dt_min=0.001"),
+    ("layer=mamba layer.dt_max=1e-4", "layer.dt_max=0.0001 is not allowed: it must be at least 0.001"),
     ("layer=mamba layer.expand=1000000000", "lower dim, layer.expand"),
     ("layer=longhorn +learner.bias=false", "`+learner.bias=false` sets nothing: this layer has no learner"),
     ("layer=longhorn learner=mlp", "`learner=mlp` chooses nothing: this layer has no learner"),

@@ -56,6 +56,10 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
     for start in range(0, count, size):
         part = slice(start, min(start + size, count))
         positions = ctx.positions[:, part]
+        after = positions[:, -1] + 1
+        if ctx.valid is not None:  # padding counts on from the last real token
+            real = ctx.valid[:, part].sum(1, keepdim=True)
+            after = torch.cat([positions, after.unsqueeze(1)], 1).gather(1, real).squeeze(1)
         decay, kept = decays(keep[:, :, part])
         yield Chunk(
             k[:, :, part],
@@ -67,13 +71,5 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
             None if gates.levels is None else gates.levels[:, :, part],
             None if gates.blend is None else gates.blend[:, :, part],
             positions,
-            _after(positions, None if ctx.valid is None else ctx.valid[:, part]),
+            after,
         )
-
-
-def _after(positions: Tensor, valid: Tensor | None) -> Tensor:
-    if valid is None:
-        return positions[:, -1] + 1
-    count = valid.sum(1, keepdim=True)
-    last = positions.gather(1, (count - 1).clamp(min=0)) + 1
-    return torch.where(count > 0, last, positions[:, :1]).squeeze(1)

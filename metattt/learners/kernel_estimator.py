@@ -130,11 +130,11 @@ class KernelEstimator(NonParametric):
     def visible(self, document: Tensor | None, count: int, past: int, device: torch.device) -> Tensor | None:
         """Which data each query may see, `[B or 1, 1, T, S]`; None means all earlier tokens of a call without a
         past."""
-        if document is None:
-            if past == 0 or count == 1:
-                return None if past == 0 else torch.ones(1, 1, 1, past + count, dtype=torch.bool, device=device)
-            return torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)[None, None]
+        if document is None and past == 0:
+            return None
         causal = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+        if document is None:
+            return causal[None, None]
         same = document[:, past:].unsqueeze(-1) == document.unsqueeze(1)
         # A padded query sees itself, so that its (unused) average is finite.
         return (causal & same).unsqueeze(1)

@@ -44,12 +44,10 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
     def equations(self) -> list[str]:
         value = self._in_symbols("κ(q_t, K)(κ(K, K) + λI)⁻¹ V")
         h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
-        kernel = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}[
-            self.kernel
-        ]
+        kernels = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}
         return [
             f"f(q_t) = {value}, λ = {self.ridge:g}, K and V the k_s and v_s of all s ≤ t",
-            f"κ(q, k) = {kernel}",
+            f"κ(q, k) = {kernels[self.kernel]}",
             "which is the minimum of Σ_{s≤t} ½‖f(k_s) − v_s‖² + ½λ‖f‖²",
         ]
 
@@ -96,10 +94,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         """L and Z with the rows of the new tokens: `L = [[L₁, 0], [M, N]]`, `M = κ₂₁L₁⁻ᵀ`, `NNᵀ = κ₂₂ + λI − MMᵀ`."""
         past = new.shape[3] - new.shape[2]
         block = new[..., past:] + self.ridge * identity
-        if not state:
-            factor = torch.linalg.cholesky(block)
-            return factor, torch.linalg.solve_triangular(factor, v, upper=False)
-        old, solved = state["factor"], state["solved"]
+        old, solved = (state["factor"], state["solved"]) if state else (new[:, :, :0, :0], v[:, :, :0])
         left = torch.linalg.solve_triangular(old, new[..., :past].mT, upper=False).mT
         right = torch.linalg.cholesky(block - left @ left.mT)
         rows = torch.linalg.solve_triangular(right, v - left @ solved, upper=False)

@@ -20,8 +20,7 @@ from metattt.tasks.base import Views
 
 class ChunkMap(NamedTuple):
     """The effect of a chunk of tokens on a linear memory S, `[B, H, ...]`: `o_t = to_past_t S_0 + Σ_s to_tokens_ts
-    v_s`,
-    and `S_c = onward S_0 + Σ_s kept_sᵀ v_s` after it."""
+    v_s`, and `S_c = onward S_0 + Σ_s kept_sᵀ v_s` after it."""
 
     to_tokens: Tensor  # [B, H, c, c]
     to_past: Tensor  # [B, H, c, d]

@@ -70,10 +70,8 @@ class MLP(Learner):
         value = "x"
         for i in range(1, self.depth + 1):
             value = f"{value} W{i}" + (f" + b{i}" if self.with_bias else "")
-            if i < self.depth and self.activation != "identity":
-                value = f"{self.activation}({value})"
-            elif i < self.depth:
-                value = f"({value})"
+            if i < self.depth:
+                value = f"({value})" if self.activation == "identity" else f"{self.activation}({value})"
         return [f"f(x; W) = {self.wrapped(value)}"]
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:

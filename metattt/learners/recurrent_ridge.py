@@ -100,10 +100,8 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         """`q_t (H_t + Λ)⁻¹ B_t` of a chunk's tokens, `[B, H, c, d]`, from H and B before it."""
         ridge = F.softplus(self.slow["ridge"].to(mix.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
         if self.solver == "exact":
-            outer = part.k.unsqueeze(-1) * part.k.unsqueeze(-2)  # [B, H, c, d, d]
-            full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(
-                3, gram.shape[2:]
-            )
+            outer = (part.k.unsqueeze(-1) * part.k.unsqueeze(-2)).flatten(3)  # [B, H, c, d²]
+            full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer).unflatten(3, gram.shape[2:])
             factor = torch.linalg.cholesky(full + torch.diag_embed(ridge))
             x = torch.cholesky_solve(part.q.unsqueeze(-1), factor).squeeze(-1)
         else:

@@ -48,19 +48,11 @@ class Transformer(Learner):
                 f"a transformer block keeps the width, which is {d_in} for inputs and {d_out} for labels"
             )
         hidden = max(1, round(self.expansion * d_in))
-        matrices = {
-            "wq": (d_in, d_in),
-            "wk": (d_in, d_in),
-            "wv": (d_in, d_in),
-            "wo": (d_in, d_in),
-            "w1": (d_in, hidden),
-            "w2": (hidden, d_in),
-        }
         return {
-            **{
-                name: Weight(shape, std=0.02 if name in ("wo", "w2") else shape[0] ** -0.5)
-                for name, shape in matrices.items()
-            },
+            **{name: Weight((d_in, d_in), std=d_in**-0.5) for name in ("wq", "wk", "wv")},
+            "wo": Weight((d_in, d_in)),
+            "w1": Weight((d_in, hidden), std=d_in**-0.5),
+            "w2": Weight((hidden, d_in)),
             "b1": Weight((hidden,), std=0.0),
             "b2": Weight((d_in,), std=0.0),
             **{f"scale{i}": Weight((d_in,), value=1.0) for i in (1, 2)},

@@ -20,7 +20,8 @@ class Weight:
         shape: shape without the head axis; matrices are `(d_in, d_out)`.
         std: standard deviation of the normal initial value; 0 gives zeros.
         bound: draw from U(−bound, bound) instead.
-        value: constant initial value instead (1 for a norm's scale). `learn_init=false` keeps any initial value.
+        value: initial value instead: a number (1 for a norm's scale) or a tensor of this shape, the same for all heads.
+            `learn_init=false` keeps any initial value.
         fast: trained by the inner loop. A slow weight is an ordinary outer-loop parameter of `f`.
         layer: the name of its layer in `f`, for `step_scale=ρ`. None: the number at the end of its name.
     """
@@ -28,11 +29,14 @@ class Weight:
     shape: tuple[int, ...]
     std: float = 0.02
     bound: float | None = None
-    value: float | None = None
+    value: float | Tensor | None = None
     fast: bool = True
     layer: str | None = None
 
     def sample(self, num_heads: int) -> Tensor:
+        if isinstance(self.value, Tensor):
+            sample = self.value.detach().expand(num_heads, *self.shape).clone()
+            return sample if sample.is_meta else sample.to(torch.empty(0).device)  # where parameters are made now
         if self.value is not None:
             return torch.full((num_heads, *self.shape), float(self.value))
         if self.bound is not None:

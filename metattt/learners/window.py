@@ -174,12 +174,9 @@ class Window:
         size = min(total, self.size - 1)
         if ctx.first is None and ctx.valid is None and not self.sinks:
             kept = data.cut(total - size, total)
-            long = total > 4 * size  # a state must not hold on to a long sequence
-            return {
-                "k": kept.k.clone() if long else kept.k,
-                "v": kept.v.clone() if long else kept.v,
-                "position": kept.position,
-            }
+            if total > 4 * size:  # a state must not hold on to a long sequence
+                kept = Data(*(x.clone() for x in kept))
+            return {"k": kept.k, "v": kept.v, "position": kept.position}
         end = before + ctx.lengths.unsqueeze(1)  # of the real tokens
         last = data.document.gather(1, (end - 1).clamp(min=0))
         rows = end - size + torch.arange(size, device=end.device)

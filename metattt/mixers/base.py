@@ -66,13 +66,3 @@ class Mixer(SequenceLayer):
         found = {name: tuple(tensor.shape[1:]) for name, tensor in state.learner.items()}
         if found != self.carried or any((state.weights, state.task, state.optimizer)):
             raise MetaTTTError(f"the state is from another layer: it carries {found}, this layer {self.carried}")
-
-
-def check_steps(dt_min: float, dt_max: float) -> None:
-    """Raises an error if the ends of a range of step sizes are in the wrong order.
-
-    Raises:
-        MetaTTTError: naming the override.
-    """
-    if dt_max < dt_min:
-        raise MetaTTTError(f"layer.dt_max={dt_max:g} is below layer.dt_min={dt_min:g}: raise it")

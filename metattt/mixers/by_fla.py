@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from metattt.modules import transformed
-from metattt.ops.foreign import Foreign, agrees
-
-log = logging.getLogger("metattt")
+from metattt.ops.foreign import Foreign, agrees, operation
 
 DEVICES = ("cuda",)
 SHORTEST = 16  # tokens: below, a launch costs more than it saves
 
+kernel = partial(operation, "simple_gla.chunk_simple_gla")
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -25,8 +23,7 @@ def scan_by_fla(
 ) -> tuple[Tensor, Tensor] | None:
     """What `duality` returns, with operands of matmuls rounded to `matmul_dtype`, or None where these kernels do not
     apply: on other devices, for operands in fp32 (theirs are rounded to TF32), inside torch.compile and torch.func, and
-        where they
-    do not agree with the reference.
+    where they do not agree with the reference.
 
     Args:
         x, log_decay, b, c, memory: as in `duality`; no decay is 0.
@@ -42,17 +39,6 @@ def scan_by_fla(
     if not _AGREES[key]:
         return None
     return Foreign.apply(partial(_run, matmul_dtype), reference, x, log_decay, b, c, memory)
-
-
-@cache
-def kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """`chunk_simple_gla`, or None where it cannot be imported."""
-    try:
-        from fla.ops.simple_gla import chunk_simple_gla
-    except Exception as error:  # a broken optional dependency must not stop the run
-        log.debug("Mamba-2 without flash-linear-attention: %s", error)
-        return None
-    return chunk_simple_gla
 
 
 _AGREES: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}

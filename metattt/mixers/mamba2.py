@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_number
 from metattt.memory_limit import check_memory_limit
-from metattt.mixers.base import Mixer, check_steps
+from metattt.mixers.base import Mixer
 from metattt.mixers.duality import duality
 from metattt.modules import convolution, exact, step_bias
 from metattt.registry import register
@@ -78,7 +78,7 @@ class Mamba2(Mixer):
             raise MetaTTTError(
                 f"num_heads={self.num_heads} does not divide dim={dim}: change it, or set layer.head_dim"
             )
-        check_steps(self.dt_min, self.dt_max)
+        check_number("layer.dt_max", self.dt_max, least=self.dt_min, advice=", which is layer.dt_min")
         width, head = self.expand * dim, self.given_head_dim or dim // self.num_heads
         if width % head:
             raise MetaTTTError(

@@ -1,56 +1,108 @@
-"""The element-wise scan that Mamba and Longhorn share: `h_t = a_t ∘ h_{t−1} + b_t`, `y_t = h_t q_t`."""
+"""What Mamba and Longhorn share: their block, and the element-wise scan `h_t = a_t ∘ h_{t−1} + b_t`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from abc import abstractmethod
+from functools import partial
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from metattt.memory_limit import check_memory_limit
+from metattt.mixers.base import Mixer
 from metattt.mixers.chunks import by_chunks
+from metattt.modules import convolution, exact
+from metattt.setting import setting
+from metattt.state import Context, Tensors
 
-Gates = Callable[..., tuple[Tensor, Tensor]]
 
+class ScanBlock(Mixer):
+    """A gated block of E = expand D channels that remember N numbers each, with decays and writes of the token.
 
-def scan(
-    gates: Gates,
-    memory: Tensor,
-    query: Tensor,
-    first: Tensor | None,
-    tokens: Sequence[Tensor],
-    shared: Sequence[Tensor],
-    chunk_size: int,
-    group_size: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Reads tokens with decays and writes that are made for one chunk at a time.
-
-    Nothing is divided by a decay, and no logarithm is taken of one: decays of 0 and 1 are exact.
-
-    Args:
-        gates: from tokens `[c, B, ...]` and `shared` to a and b, `[c, B, D, N]` each, 0 ≤ a ≤ 1.
-        memory: h `[B, D, N]` before the first token.
-        query: q `[B, T, N]`.
-        first: `[B, T]` True where a document starts, and h from 0; None: nowhere.
-        tokens: `[B, T, ...]` each, for `gates`.
-        shared: parameters, for `gates`.
-        chunk_size, group_size: as in `by_chunks`.
-
-    Returns:
-        y `[B, T, D]` and h `[B, D, N]` after the last token.
+    Decays and writes are made for one chunk at a time. Nothing is divided by a decay, and no logarithm is taken of one:
+    decays of 0 and 1 are exact.
     """
-    starts = () if first is None else (first,)
 
-    def step(memory: Tensor, query: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-        rows = [x.transpose(0, 1) for x in given[: len(starts) + len(tokens)]]
-        a, b = gates(*rows[len(starts) :], *given[len(rows) :])
-        if starts:
-            a = a.masked_fill(rows[0][..., None, None], 0)
+    expand: int = setting(default=2)
+    d_state: int = setting(default=16)
+    conv_width: int = setting(default=4)
+    dt_rank: int | None = setting(default=None)
+
+    def create_modules(self) -> None:
+        dim, d_state = self.dim, self.d_state
+        width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)
+        what, advice = f"a {type(self).__name__} layer", "lower dim, layer.expand, layer.d_state or layer.dt_rank"
+        check_memory_limit(width * (3 * dim + 2 * rank + 2 * d_state), f"{what} of dim={dim}", advice)
+        self.width, self.rank = width, rank
+        self.in_proj = nn.Linear(dim, 2 * width, bias=False)
+        self.conv1d = convolution(width, self.conv_width)
+        self.x_proj = nn.Linear(width, rank + 2 * d_state, bias=False)
+        self.create_recurrence()
+        self.D = nn.Parameter(torch.ones(width))
+        self.out_proj = nn.Linear(width, dim, bias=False)
+
+    @abstractmethod
+    def create_recurrence(self) -> None:
+        """Creates `steps`, and the parameters of the decays."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> nn.Linear:
+        """The map from R numbers of a token to its step in every channel, before `positive`."""
+
+    @staticmethod
+    def positive(step: Tensor) -> Tensor:
+        """Makes a step above 0 of any number."""
+        return F.softplus(step)
+
+    @staticmethod
+    @abstractmethod
+    def gates(step: Tensor, v: Tensor, k: Tensor, *rates: Tensor) -> tuple[Tensor, Tensor]:
+        """Decays a from 0 to 1 and writes b `[..., E, N]`, from steps and inputs `[..., E]` and keys `[..., N]`."""
+
+    def rates(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What `gates` takes besides, for all tokens."""
+        return ()
+
+    @property
+    def carried(self) -> dict[str, tuple[int, ...]]:
+        """The convolution's tail `[conv_width − 1, E]`, and h `[E, N]`."""
+        return {"conv": (self.conv1d.weight.shape[-1] - 1, self.width), "memory": (self.width, self.d_state)}
+
+    def mix(self, x: Tensor, memory: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+        """See `Mixer.mix`; the recurrence is computed in fp32 or wider."""
+        v, z = self.in_proj(x).chunk(2, dim=-1)
+        v, tail = self.conv1d(v, memory.get("conv"), ctx)
+        v = F.silu(v)
+        low, k, q = self.x_proj(v).split([self.rank, self.d_state, self.d_state], dim=-1)
+        step = F.linear(low, self.steps.weight)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
+        with exact(x.device.type):
+            v, z, k, q, step = (one.to(accum_dtype) for one in (v, z, k, q, step))
+            step = self.positive(step + self.steps.bias.to(accum_dtype))
+            if ctx.valid is not None:
+                step = step * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
+            h = memory["memory"] if memory else v.new_zeros(len(x), self.width, self.d_state)
+            starts = () if ctx.first is None else (ctx.first,)
+            chunk, tokens = partial(self._chunk, len(starts)), (q, step, v, k, *starts)
+            y, h = by_chunks(chunk, h, tokens, self.rates(accum_dtype), self.chunk_size, self.group_size)
+            y = (y + self.D.to(accum_dtype) * v) * F.silu(z)
+        return self.out_proj(y.to(x.dtype)), {"conv": tail, "memory": h}
+
+    def _chunk(
+        self, starts: int, memory: Tensor, q: Tensor, step: Tensor, v: Tensor, k: Tensor, *given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """y `[B, c, E]` and h `[B, E, N]` after c tokens; `given` are the starts of documents `[B, c]`, 0 or 1 of them,
+        and the rates."""
+        a, b = self.gates(*(x.transpose(0, 1) for x in (step, v, k)), *given[starts:])
+        for first in given[:starts]:
+            a = a.masked_fill(first.T[..., None, None], 0)
         few = a.device.type != "cpu" or torch.compiler.is_compiling()
         h, memory = (doubling if few else one_by_one)(a, b, memory)
-        y = (h @ query.transpose(0, 1).unsqueeze(-1)).squeeze(-1)
+        y = (h @ q.transpose(0, 1).unsqueeze(-1)).squeeze(-1)
         return y.transpose(0, 1), memory
-
-    return by_chunks(step, memory, (query, *starts, *tokens), shared, chunk_size, group_size)
 
 
 def one_by_one(a: Tensor, b: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +16,18 @@ log = logging.getLogger("metattt")
 AGREE = 0.03  # largest difference from the reference, relative to its largest value: rounding of 16 bits, and no more
 
 Function = Callable[..., tuple[Tensor, Tensor]]
+
+
+@cache
+def operation(name: str) -> Function | None:
+    """An operation of flash-linear-attention by module and name, or None where it cannot be imported."""
+    module, _, function = name.partition(".")
+    try:
+        found: Function = getattr(importlib.import_module(f"fla.ops.{module}"), function)
+    except Exception as error:  # a broken optional dependency must not stop the run
+        log.debug("without flash-linear-attention's %s: %s", name, error)
+        return None
+    return found
 
 
 class Foreign(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
+from metattt.modules import affine
 from metattt.optimizers.base import InnerOptimizer
 from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
@@ -104,16 +105,10 @@ class Append(InnerOptimizer, takes=()):
             write = step if self.write == "step" else write
         if write is None:
             write = x.new_ones(x.shape[0], 1, x.shape[1])
-        decay = F.logsigmoid(self._each(x, self.channel_weight)) / self.temperature if self.channels else None
-        return DataGates(write, keep, self._levels(x) if self.levels else None, decay, self.blend_gate(x)), state
-
-    def _levels(self, x: Tensor) -> Tensor:
-        """λ in fp32 or wider: `[B, T, D]` to `[B, H, T, n]`."""
-        logit = self._each(x, self.level_weight)
-        return F.softplus(self.level_scale.to(logit.dtype).unsqueeze(1) * logit)
-
-    def _each(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x` `[B, T, D]` times the weights `[H, n, D]` of each head, in fp32 or wider: `[B, H, T, n]`."""
-        accum_dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            return x.to(accum_dtype).unsqueeze(1) @ weight.to(accum_dtype).mT
+        levels = decay = None
+        if self.levels:
+            logit = affine(x.unsqueeze(1), self.level_weight)  # [B, H, T, n], as is that of decays
+            levels = F.softplus(self.level_scale.to(logit.dtype).unsqueeze(1) * logit)
+        if self.channels:
+            decay = F.logsigmoid(affine(x.unsqueeze(1), self.channel_weight)) / self.temperature
+        return DataGates(write, keep, levels, decay, self.blend_gate(x)), state

@@ -213,7 +213,6 @@ class InnerOptimizer(Component, ABC):
         bound.__dict__.update(self.__dict__, mini_batch_size=count)
         return bound
 
-
     @property
     def accumulates(self) -> bool:
         """Whether the sum of the open mini-batch is stored apart from the weights, because it is scaled for each token

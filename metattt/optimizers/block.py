@@ -96,9 +96,7 @@ class BlockRule(StepSize):
         if "update" not in memory:
             return memory["commit"]
         now = self.commit(memory, filled)["commit"]
-        if isinstance(filled, int):
-            return now
-        return where(filled > 0, now, memory["commit"])
+        return now if isinstance(filled, int) else where(filled > 0, now, memory["commit"])
 
     def commit(self, memory: Memory, filled: int | Tensor) -> Memory:
         pool = memory.get("pool", {})
@@ -114,9 +112,9 @@ class BlockRule(StepSize):
         return kept | moved
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
-        if gates.alpha is None and gates.beta is None:
-            return memory
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
+        if not given:
+            return memory
         # κ is 0 at padding, which must not count; without any, all tokens do
         counted = torch.ones_like(next(iter(given.values()))) if gates.kappa is None else gates.kappa
         new = {name: (gate * counted).sum(-1) for name, gate in given.items()}
@@ -137,8 +135,8 @@ class BlockMomentum(BlockRule):
 
     Args:
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`. `lr` may also
-            be `per_weight`:
-            η = softplus(θ x + c) per head and fast weight, which is η_base where θ x + c is at its start (LaCT).
+            be `per_weight`: η = softplus(θ x + c) per head and fast weight, which is η_base where θ x + c is at
+            its start (LaCT).
         momentum, momentum_init: β, as in `Momentum`, pooled over the mini-batch.
         decay, decay_init: α likewise.
         pool: what is averaged over a mini-batch: the gates' `logits` (Titans) or the `gates` themselves (LaCT).
@@ -187,26 +185,22 @@ class BlockMomentum(BlockRule):
         if self.per_weight:
             count = num_heads * len(self.weight_names)
             self.rate_weight = nn.Parameter(torch.randn(count, dim) * 0.02)
-            self.rate_bias = nn.Parameter(
-                torch.full((count,), self.scale + math.log(-math.expm1(-self.scale)))
-            )  # softplus of it is η_base
+            start = self.scale + math.log(-math.expm1(-self.scale))  # softplus of it is η_base
+            self.rate_bias = nn.Parameter(torch.full((count,), start))
 
     def equations(self) -> list[str]:
         *eta, step = super().equations()
         if self.per_weight:
             eta = [f"η_s = softplus(θ_η x_s + c_η), θ and c of each head and weight; {self.scale:g} at the start"]
             step = step.replace("Σ_s G_s", "Σ_s η_s G_s")
-        momentum, decay = (
-            "" if gate == "none" else f"{symbol}_j " for symbol, gate in (("β", self.momentum), ("α", self.decay))
-        )
-        moved = "S_j" if momentum else "U_j"
-        lines = [*self._pool("α", self.decay_gate), *self._pool("β", self.momentum_gate)]
-        lines += [f"S_j = {momentum}S_{{j−1}} + U_j"] if momentum else []
+        lines, moved, decay = self._pool("α", self.decay_gate), "U_j", "" if self.decay == "none" else "α_j "
+        if self.momentum != "none":
+            moved = "S_j"
+            lines += [*self._pool("β", self.momentum_gate), "S_j = β_j S_{j−1} + U_j"]
         if self.orthogonalize:
             iterations = f"{len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices (Muon)"
-            lines.append(f"W_j = {decay}W_{{j−1}} + NS({moved}), NS: {iterations}")
-        else:
-            lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
+            moved = f"NS({moved}), NS: {iterations}"
+        lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
         if self.row_norm:
             lines.append("then the weights of every output of a matrix are rescaled to their norm in W_0")
         return [*eta, step, *lines]
@@ -225,24 +219,18 @@ class BlockMomentum(BlockRule):
         ones = torch.ones_like(gates.eta)
         if not self.per_weight:
             return Gates(gates.eta, alpha, beta, ones), state
-        return Gates(ones, alpha, beta, ones, self._rates(x)), state
-
-    def _rates(self, x: Tensor) -> Tensor:
-        """η of every fast weight, `[B, H, T, n]`, in fp32 or wider."""
-        weight_lr = F.softplus(affine(x, self.rate_weight, self.rate_bias))
-        return weight_lr.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        rates = F.softplus(affine(x, self.rate_weight, self.rate_bias))  # of every fast weight
+        return Gates(ones, alpha, beta, ones, rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)), state
 
     def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:
-        if self.pool == "logits" and gate.source in ("shared", "per_head"):
-            return gate.logit(x).expand(-1, gate.num_heads, -1)
-        return gate(x)
+        """What is averaged over a mini-batch of a gate."""
+        logits = self.pool == "logits" and gate.source in SHARING
+        return gate.logit(x).expand(-1, self.num_heads, -1) if logits else gate(x)
 
     def _gate(self, gate: Gate, mean: Tensor | None) -> Tensor | None:
-        return (
-            torch.sigmoid(mean)
-            if mean is not None and self.pool == "logits" and gate.source in ("shared", "per_head")
-            else mean
-        )
+        """The gate of a mini-batch, from that mean."""
+        logits = self.pool == "logits" and gate.source in SHARING
+        return torch.sigmoid(mean) if logits and mean is not None else mean
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
@@ -306,21 +294,19 @@ class Adam(BlockRule):
         ]
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        first: Tensors = {}
-        second: Tensors = {}
-        age: Tensors = {}
-        after: Tensors = {}
+        after: Memory = {slot: {} for slot in ("commit", *self.own_slots)}
         for name, x in memory["update"].items():
-            old = {slot: memory[slot][name] for slot in self.own_slots}
-            first[name] = self.beta1 * old["momentum"] + (1 - self.beta1) * x
-            second[name] = self.beta2 * old["second"] + (1 - self.beta2) * x.square()
-            age[name] = old["age"] + 1
-            count = expand_like(age[name], x)
-            mean = first[name] / (1 - self.beta1**count)
+            commit, first, second, age = (memory[slot][name] for slot in after)
+            first = self.beta1 * first + (1 - self.beta1) * x
+            second = self.beta2 * second + (1 - self.beta2) * x.square()
+            count = expand_like(age + 1, x)
+            mean = first / (1 - self.beta1**count)
             # The root has no derivative at 0: the floor keeps the outer gradient finite.
-            root = (second[name] / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
-            after[name] = memory["commit"][name] + self.size * mean / (root + self.eps)
-        return {"commit": after, "momentum": first, "second": second, "age": age}
+            root = (second / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
+            moved = commit + self.size * mean / (root + self.eps)
+            for slot, value in zip(after, (moved, first, second, age + 1), strict=True):
+                after[slot][name] = value
+        return after
 
 
 Schedule = tuple[tuple[float, float, float], ...]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import exact, step_bias
+from metattt.modules import affine, step_bias
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import STEPS
@@ -105,24 +105,18 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
-        accum_dtype = torch.promote_types(x.dtype, torch.float32)
-        with exact(x.device.type):
-            hidden = x.to(accum_dtype)
-            if self.down is not None:
-                hidden = hidden @ self.down.to(accum_dtype).mT
-            logit = (torch.tanh(hidden) if self.tanh else hidden) @ self.up.to(accum_dtype).mT + self.bias.to(
-                accum_dtype
-            )
-            logit = logit.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, d]
-            if self.decay == "softplus":
-                decay = -self.log_rate.to(accum_dtype).exp().view(-1, 1, 1) * F.softplus(logit)
-            elif self.decay == "bounded":
-                decay = -self.strongest * torch.sigmoid(logit)
-            else:
-                decay = F.logsigmoid(logit) / self.temperature
-                if self.lower_bound:
-                    low = logit.new_tensor(self.lower_bound)
-                    decay = torch.logaddexp(low.log(), torch.log1p(-low) + decay)
+        hidden = x if self.down is None else affine(x, self.down)
+        logit = affine(torch.tanh(hidden) if self.tanh else hidden, self.up, self.bias)
+        logit = logit.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, d]
+        if self.decay == "softplus":
+            decay = -self.log_rate.to(logit.dtype).exp().view(-1, 1, 1) * F.softplus(logit)
+        elif self.decay == "bounded":
+            decay = -self.strongest * torch.sigmoid(logit)
+        else:
+            decay = F.logsigmoid(logit) / self.temperature
+            if self.lower_bound:
+                low = logit.new_tensor(self.lower_bound)
+                decay = torch.logaddexp(low.log(), torch.log1p(-low) + decay)
         return gates._replace(decay=decay), state
 
     def prepare(

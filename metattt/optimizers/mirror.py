@@ -133,22 +133,15 @@ class MirrorDescent(BlockRule):
         }
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        dual = self._dual(memory)
+        lost = memory.get("pool", {}).get("lost")
+        dual = {  # A after the tokens of the mini-batch
+            name: (x if lost is None else expand_like(1 - lost, x) * x) + memory["update"][name]
+            for name, x in memory["dual" if self.own_slots else "commit"].items()
+        }
         after = {"commit": {name: self.weights(x) for name, x in dual.items()}}
         if self.retention == "softmax":
             dual = {name: self._log_softmax(x) for name, x in dual.items()}
         return after | ({"dual": dual} if self.own_slots else {})
-
-    def _dual(self, memory: Memory) -> Tensors:
-        """A after the tokens of the open mini-batch."""
-        before = memory["dual"] if self.own_slots else memory["commit"]
-        if "update" not in memory:
-            return before
-        lost = memory.get("pool", {}).get("lost")
-        return {
-            name: (x if lost is None else expand_like(1 - lost, x) * x) + memory["update"][name]
-            for name, x in before.items()
-        }
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
         """Collects `1 − Π_t α_t`, what the dual state of the last commit loses."""

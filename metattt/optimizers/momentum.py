@@ -73,9 +73,7 @@ class Momentum(GradientDescent, takes=TAKEN):
         check_gate("write_init", self.write, self.write_init)
         super().check_settings()
         if self.nesterov and self.momentum == "none":
-            raise MetaTTTError(
-                "optimizer.nesterov=true needs momentum, and optimizer.momentum=none has none"
-            )
+            raise MetaTTTError("optimizer.nesterov=true needs momentum, and optimizer.momentum=none has none")
         if self.decay == "mamba2" and not self.base_lr > 0:
             raise MetaTTTError(
                 f"optimizer.base_lr={self.base_lr} has no meaning with optimizer.decay=mamba2, whose step size is Δ: "
@@ -176,9 +174,8 @@ class Gate(nn.Module):
             return self.step(x)[1].expand(shape)
         if self.source == "retnet":
             # Not a buffer: a narrower type would round it to 1, and `to_empty` would drop its values.
-            return (
-                (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1).expand(shape)
-            )
+            kept = (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1)
+            return kept.expand(shape)
         if self.source in ("shared", "per_head"):
             return torch.sigmoid(self.logit(x)).expand(shape)
         return None

@@ -46,9 +46,7 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
     if name == "dot":
         return -(prediction * v).sum(-1)
     if name == "cosine":
-        lengths = [
-            (x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)
-        ]  # differentiable for a zero vector, too
+        lengths = [(x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)]  # differentiable for a zero vector, too
         return 1 - (prediction * v).sum(-1) / (lengths[0] * lengths[1])
     if name == "kl":
         label = v.log_softmax(-1)

@@ -57,7 +57,6 @@ class DecodedReconstruction(Task):
         accum_dtype = prediction.dtype
         decoded = prediction @ self.decoder.to(accum_dtype) + self.decoder_bias.to(accum_dtype)
         if self.decoder_norm:
-            decoded = standardize(decoded) * self.norm_scale.to(accum_dtype).unsqueeze(1) + self.norm_bias.to(
-                accum_dtype
-            ).unsqueeze(1)
+            scale, bias = (x.to(accum_dtype).unsqueeze(1) for x in (self.norm_scale, self.norm_bias))
+            decoded = standardize(decoded) * scale + bias
         return 0.5 * (decoded - v).square().sum(-1)

@@ -17,8 +17,7 @@ class NextToken(Reconstruction):
     """Train on `k_{t−1} → v_t`, read with `q_t`: the prediction at t is a guess of token t + 1.
 
     The first token of a document has no token before it: it is predicted from a learned start vector. Views, corruption
-    and
-    losses are those of `Reconstruction`, whose arguments it takes.
+    and losses are those of `Reconstruction`, whose arguments it takes.
     """
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:

@@ -57,9 +57,8 @@ class RWKV7Views(Reconstruction, takes=()):
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:
         q, k, v = self.project(x) if projected is None else projected
-        rate = torch.sigmoid(
-            x @ self.rate_down.to(x.dtype).mT @ self.rate_up.to(x.dtype).mT + self.rate_bias.to(x.dtype)
-        )
+        low = x @ self.rate_down.to(x.dtype).mT
+        rate = torch.sigmoid(low @ self.rate_up.to(x.dtype).mT + self.rate_bias.to(x.dtype))
         removal = normalize(self._heads(k * self.removal_scale.to(k.dtype)))
         replacement = self._heads(k * (1 + (rate - 1) * self.replacement_rate.to(k.dtype)))
         erased = self._heads(rate).to(removal.dtype) * removal

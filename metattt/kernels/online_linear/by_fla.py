@@ -6,9 +6,7 @@ every rule, type and width; where it is wrong, or raises an error, the solved fo
 
 from __future__ import annotations
 
-import importlib
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,10 +17,8 @@ from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.online_linear.naive import online_linear
 from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
 from metattt.kernels.operator import filled, flat, shell
-from metattt.ops.foreign import Foreign, agrees
+from metattt.ops.foreign import Foreign, agrees, operation
 from metattt.state import Tensors
-
-log = logging.getLogger("metattt")
 
 SHORTEST = 16  # tokens: below, a launch costs more than it saves
 SMALLEST = 1e-30  # their decays are logarithms
@@ -96,17 +92,6 @@ class FlaOnlineDot(OnlineDot, FlaOnlineLinear):
     """Of the dot product's loss."""
 
     name = "online_linear.fla_dot"
-
-
-@cache
-def operation(name: str) -> Callable[..., Any] | None:
-    """One of their operations, or None where it cannot be imported."""
-    module, _, function = name.partition(".")
-    try:
-        return getattr(importlib.import_module(f"fla.ops.{module}"), function)
-    except Exception as error:  # a broken optional dependency must not stop the run
-        log.debug("online rules without flash-linear-attention's %s: %s", name, error)
-        return None
 
 
 def run_rule(rule: Rule, dtype: torch.dtype, pairs: Pairs, w: Tensor) -> tuple[Tensor, Tensor]:

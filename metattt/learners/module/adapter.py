@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,18 +23,6 @@ from metattt.learners.module.translation import ParameterTranslator
 from metattt.learners.opaque import UnsupportedOperation
 from metattt.registry import register
 from metattt.setting import setting
-
-
-@dataclass(frozen=True, eq=False)
-class GivenWeight(Weight):
-    """A weight whose initial value, the same for all heads, is given."""
-
-    tensor: Tensor | None = None
-
-    def sample(self, num_heads: int) -> Tensor:
-        assert self.tensor is not None
-        sample = self.tensor.detach().expand(num_heads, *self.shape).clone()
-        return sample if sample.is_meta else sample.to(_here())
 
 
 @register(group="learner", name="module")
@@ -82,12 +70,14 @@ class ModuleLearner(Learner):
             kept, self.module = self.module, self._with_values()
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 self._examine(num_heads, d_in, d_out)
-            self.module = kept if any(constant.is_meta for constant in _constants(kept)) else kept.to(_here())
+            here = torch.empty(0).device  # where parameters are made now (`with torch.device(...)`)
+            self.module = kept if any(x.is_meta for x in chain(kept.parameters(), kept.buffers())) else kept.to(here)
         return self
 
     def _with_values(self) -> nn.Module:
         """The module, or a copy on the CPU if its constants are elsewhere; tensors without values get random ones."""
-        if any(constant.is_meta and not constant.is_floating_point() for constant in _constants(self.module)):
+        constants = chain(self.module.parameters(), self.module.buffers())  # the trained parameters are taken out
+        if any(constant.is_meta and not constant.is_floating_point() for constant in constants):
             raise MetaTTTError(
                 f"{type(self.module).__name__} has buffers without values, such as indices or masks: "
                 "make it outside torch.device('meta')"
@@ -120,7 +110,7 @@ class ModuleLearner(Learner):
                     continue
                 weight = names.setdefault(id(parameter), f"{prefix}.{attribute}".lstrip(".").replace(".", "/"))
                 layer = weight.rpartition("/")[0]
-                found[weight] = GivenWeight(tuple(parameter.shape) or (1,), tensor=parameter, layer=layer)
+                found[weight] = Weight(tuple(parameter.shape) or (1,), value=parameter, layer=layer)
                 self._shapes[weight] = parameter.shape
                 self._slots.setdefault(weight, []).append((prefix, attribute))
                 part._parameters[attribute] = None
@@ -283,17 +273,6 @@ class ModuleLearner(Learner):
                 f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm and "
                 "BatchNorm do: leave that out, the buffers of a learner stay as they are"
             )
-
-
-def _constants(module: nn.Module) -> Iterator[Tensor]:
-    """Buffers, and parameters that are not trained."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _here() -> torch.device:
-    """Where parameters are made now (`with torch.device(...)`)."""
-    return torch.empty(0).device
 
 
 def _first_line(error: Exception) -> str:

@@ -55,19 +55,10 @@ def unpadded(rows: Tensor, index: Tensor, padding_idx: int | None, count: int) -
     return torch.where((index == padding_idx % count).unsqueeze(-1), rows.detach(), rows)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The composition that torch itself has. (`sdpa_kernel` chooses it for all threads of the process.)"""
-    math = torch.ops.aten._scaled_dot_product_attention_math
-    y: Tensor = math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+def attention(*args: Any, **options: Any) -> Tensor:
+    """The composition that torch itself has, with the arguments of `F.scaled_dot_product_attention`. (`sdpa_kernel`
+    chooses it for all threads of the process.)"""
+    y: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **options)[0]
     return y
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,24 +12,25 @@ from torch import Tensor
 
 from metattt.learners.opaque import UnsupportedOperation
 
+if TYPE_CHECKING:
+    from metattt.learners.module.translation import ParameterTranslator
+
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "exp": torch.exp,
-    "softplus": F.softplus,
-    "relu": torch.relu,
-    "silu": F.silu,
+    function.__name__: function for function in (torch.sigmoid, torch.tanh, torch.exp, F.softplus, torch.relu, F.silu)
 }
 
 
-class Owner(Protocol):
-    """The interface of the `ParameterTranslator` that makes a proxy."""
-
-    def elementwise(self, name: str, a: Any, b: Any, /) -> Any: ...
-    def matmul(self, a: Any, b: Any, /) -> Any: ...
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any: ...
+def _operator(name: str) -> Callable[[ParameterProxy, Any], Any]:
+    """The method for `proxy ∘ other`."""
+    return lambda proxy, other: proxy.owner.elementwise(name, proxy, other)
 
 
+def _swapped(name: str) -> Callable[[ParameterProxy, Any], Any]:
+    """The method for `other ∘ proxy`."""
+    return lambda proxy, other: proxy.owner.elementwise(name, other, proxy)
+
+
+@dataclass(eq=False, repr=False)
 class ParameterProxy:
     """A proxy of one parameter of a module.
 
@@ -41,21 +43,18 @@ class ParameterProxy:
         functions: what the module has applied to a vector, entry by entry.
     """
 
-    requires_grad = True
-    is_nested = is_sparse = is_meta = False
+    owner: ParameterTranslator
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool = False
+    functions: tuple[Callable[[Tensor], Tensor], ...] = ()
 
-    def __init__(
-        self,
-        owner: Owner,
-        name: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        transposed: bool = False,
-        functions: tuple[Callable[[Tensor], Tensor], ...] = (),
-    ):
-        self.owner, self.name, self.shape, self.dtype, self.device = owner, name, shape, dtype, device
-        self.transposed, self.functions = transposed, functions
+    requires_grad: ClassVar[bool] = True
+    is_nested: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = False
+    is_meta: ClassVar[bool] = False
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,19 +88,13 @@ class ParameterProxy:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def _with(self, **changes: Any) -> ParameterProxy:
-        kept = {
-            key: getattr(self, key) for key in ("owner", "name", "shape", "dtype", "device", "transposed", "functions")
-        }
-        return ParameterProxy(**{**kept, **changes})
-
     def then(self, function: Callable[[Tensor], Tensor]) -> ParameterProxy:
-        return self._with(functions=(*self.functions, function))
+        return replace(self, functions=(*self.functions, function))
 
     def t(self) -> ParameterProxy:
         if self.ndim != 2:
             raise self.refusal("a transpose")
-        return self._with(shape=self.shape[::-1], transposed=not self.transposed)
+        return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     T = mT = property(t)
 
@@ -120,36 +113,15 @@ class ParameterProxy:
         if not self.is_vector:
             raise self.refusal("view")
         shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return self._with(shape=torch.empty(self.shape, device="meta").view(shape).shape)
+        return replace(self, shape=torch.empty(self.shape, device="meta").view(shape).shape)
 
     reshape = view
 
     def unsqueeze(self, axis: int) -> ParameterProxy:
         return self.view(torch.empty(self.shape, device="meta").unsqueeze(axis).shape)
 
-    def __add__(self, other: Any) -> Any:
-        return self.owner.elementwise("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self.owner.elementwise("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self.owner.elementwise("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self.owner.elementwise("sub", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self.owner.elementwise("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self.owner.elementwise("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.owner.elementwise("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self.owner.elementwise("div", other, self)
+    __add__, __sub__, __mul__, __truediv__ = map(_operator, ("add", "sub", "mul", "div"))
+    __radd__, __rsub__, __rmul__, __rtruediv__ = map(_swapped, ("add", "sub", "mul", "div"))
 
     def __rmatmul__(self, other: Any) -> Any:
         return self.owner.matmul(other, self)

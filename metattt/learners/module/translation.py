@@ -8,7 +8,7 @@ them share weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from operator import add, mul, sub, truediv
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,12 +18,8 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.learners.module.composed import COMPOSED, Normalize, unpadded
 from metattt.learners.module.standin import UNARY, ParameterProxy, standins
 
-ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-}
+ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {"add": add, "sub": sub, "mul": mul, "div": truediv}
+PRIMITIVES = ("linear", "matmul", "addmm", "embedding", "conv1d", "conv2d", "prelu")  # methods of the translator
 ALIASES = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "mm": "matmul"}
 
 
@@ -54,18 +50,9 @@ class ParameterTranslator(Normalize):
             return self.elementwise(name, args[0], args[1] if len(args) > 1 else kwargs.get("other"))
         if name in UNARY and standin.is_vector and len(args) == 1 and not kwargs.get("inplace"):
             return standin.then(UNARY[name])
-        handlers: dict[str, Callable[..., Any]] = {
-            "linear": self.linear,
-            "matmul": self.matmul,
-            "addmm": self.addmm,
-            "embedding": self.embedding,
-            "conv1d": partial(self.convolution, 1),
-            "conv2d": partial(self.convolution, 2),
-            "prelu": self.prelu,
-        }
-        if name not in handlers:
+        if name not in PRIMITIVES:
             raise standin.refusal(name)
-        return handlers[name](*args, **kwargs)
+        return getattr(self, name)(*args, **kwargs)
 
     # -- the primitives ------------------------------------------------------------------------------------------------
 
@@ -162,6 +149,12 @@ class ParameterTranslator(Normalize):
         ]
         y: Tensor = z.mT.unflatten(-1, places)
         return y.squeeze(-2) if axes == 1 else y
+
+    def conv1d(self, *args: Any, **options: Any) -> Tensor:
+        return self.convolution(1, *args, **options)
+
+    def conv2d(self, *args: Any, **options: Any) -> Tensor:
+        return self.convolution(2, *args, **options)
 
     def prelu(self, input: Tensor, weight: ParameterProxy) -> Any:
         negative = input.clamp(max=0)
