@@ -11,7 +11,7 @@ from metattt.component import unchanged_on_error
 from metattt.inner.final import read_only
 from metattt.inner.packing import Call, Packing
 from metattt.inner.tokens import Tokens, fitted
-from metattt.learners.base import NonParametric
+from metattt.learners.non_parametric import NonParametric
 from metattt.modules import draw_xavier, projection
 from metattt.optimizers.base import Gates
 from metattt.output import GATES, make_gate, make_norm

@@ -159,7 +159,7 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
 def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tensors]:
     """The reference of a kernel: the same tokens by the forms."""
     blocks, _ = consecutive(given.tokens.q.shape[2], 0, loop.plan.block)
-    rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
+    rule = loop.rule.bound(token_steps=lambda: given.tau)  # the tensor that the derivatives are wanted for
     y, memory = plainly(loop._replace(rule=rule), given.tokens, {slot: given.weights}, blocks, True, given.slow or None)
     assert y is not None
     return y, memory[slot]

@@ -95,7 +95,8 @@ def plainly(
     """
     rule, dtype, given = loop.rule, tokens.gates.eta.dtype, loop.learner.slow if slow is None else slow
     if rule.has_token_steps and not torch.compiler.is_compiling():
-        rule = rule.with_token_steps(rule.token_steps())
+        tau = rule.token_steps()
+        rule = rule.bound(token_steps=lambda: tau)
     with torch.autocast(tokens.views.k.device.type, enabled=False):
         if loop.matmul_dtype != dtype:
             alike = tokens.in_common  # stays so: a window of rows, not of copies

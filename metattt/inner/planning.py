@@ -19,7 +19,8 @@ from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
 from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
-from metattt.learners.base import Learner, NonParametric
+from metattt.learners.base import Learner
+from metattt.learners.non_parametric import NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.optimizers.checks import WrongReturn, check_move, settle
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors

@@ -14,7 +14,7 @@ P = TypeVar("P", bound=Parts)
 def sized(loop: P, count: int) -> P:
     """The loop for a call of `count` tokens: mini-batches have as many."""
     plan = replace(loop.plan, period=count if loop.plan.period else None, block=count)
-    return loop._replace(rule=loop.rule.with_size(count), plan=plan)
+    return loop._replace(rule=loop.rule.bound(mini_batch_size=count), plan=plan)
 
 
 def closed(layout: ColumnLayout) -> ColumnLayout:

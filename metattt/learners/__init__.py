@@ -1,6 +1,6 @@
 """Learners: the models whose weights are the hidden state."""
 
-from metattt.learners.base import Learner, NonParametric, Weight
+from metattt.learners.base import Learner, Weight
 from metattt.learners.channel_memory import Oja, Slots
 from metattt.learners.chebyshev_ridge import ChebyshevRidge
 from metattt.learners.convolution import Convolution
@@ -15,6 +15,7 @@ from metattt.learners.log_linear import LogLinear
 from metattt.learners.mlp import MLP
 from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.nested import NestedTTT
+from metattt.learners.non_parametric import NonParametric
 from metattt.learners.recurrent_ridge import RecurrentRidge
 from metattt.learners.swiglu import SwiGLU
 from metattt.learners.transformer import Transformer

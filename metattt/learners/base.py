@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -16,8 +15,6 @@ from metattt.learners.weight import Weight, chosen, declared, step_factors
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import standardize
 from metattt.setting import setting
-from metattt.state import Context, DataGates, Tensors
-from metattt.tasks.base import Views
 
 
 class Learner(Component, ABC):
@@ -45,7 +42,7 @@ class Learner(Component, ABC):
 
     #: True if `f` mixes tokens (attention inside `f`): then the layer recomputes open mini-batches
     mixes_tokens = False
-    has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
+    has_weights = True  #: False for learners whose state is the data itself (`metattt.learners.non_parametric`)
     causal = True  #: False for learners whose predictions depend on later tokens
     takes_groups = False  #: True if k and v may have fewer heads than q (grouped-query heads); else each gets a copy
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
@@ -141,47 +138,3 @@ class Learner(Component, ABC):
         if self.norm:
             y = w.bias(w.scale(standardize(y), "norm_scale"), "norm_bias")
         return x + y if self.residual else y
-
-
-class NonParametric(Learner):
-    """A learner whose state is the data itself: it reads the whole sequence and needs no update rule."""
-
-    has_weights = False
-    #: which of `write`, `keep`, `levels`, `decay` and `blend` `scan` uses; a rule with others raises an error
-    gates: ClassVar[frozenset[str]] = frozenset()
-
-    def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
-        for key, what in (("trainable", "has no weights"), ("step_scale", "takes no steps")):
-            if getattr(self, key) is not None:
-                raise MetaTTTError(f"{type(self).__name__} keeps its data and {what}: set learner.{key}=null")
-        return super().setup(num_heads, d_in, d_out)
-
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        """No weights; a subclass may declare slow ones."""
-        return {}
-
-    @abstractmethod
-    def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
-        """Predictions `[B, H, T, d]` for the queries, each from the data up to its own token, and the data for the next
-        call.
-
-        `state` is empty at the start; padding comes last and must not be seen by any query (`ctx.valid`), nor may other
-        documents. `gates` are those of the rule, in fp32 or wider, and inert at padding.
-        """
-
-    def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
-        """Predictions `[B, H, T, d]` for the queries from the data of `state` alone; nothing of `views` is stored. This
-        default works for learners that ignore padding in the data but still compute predictions for its queries.
-        """
-        unlearned = ctx._replace(valid=ctx.positions < 0)  # nowhere
-        return self.scan(views, state, unlearned, gates.masked(unlearned.valid))[0]
-
-    def _wrapped(self, q: Tensor, y: Tensor) -> Tensor:
-        """`wrap` of predictions y for the queries q."""
-        if not (self.norm or self.residual) and type(self).wrap is Learner.wrap:
-            return y
-        return self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), q, y)
-
-    def _in_symbols(self, value: str) -> str:
-        """`wrapped` of a long value."""
-        return f"{self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else value

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.learners.base import NonParametric
+from metattt.learners.non_parametric import NonParametric
 from metattt.modules import exact, normalize
 from metattt.ops.chunk import decays_of_logs, solve_unit_lower
 from metattt.registry import register

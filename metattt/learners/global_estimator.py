@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.learners.base import NonParametric
+from metattt.learners.non_parametric import NonParametric
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors

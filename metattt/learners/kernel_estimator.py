@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.learners.base import NonParametric, Weight
+from metattt.learners.base import Weight
+from metattt.learners.non_parametric import NonParametric
 from metattt.learners.window import Window
 from metattt.registry import register
 from metattt.setting import setting

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from metattt.learners.base import NonParametric
 from metattt.learners.kernel_estimator import documents
+from metattt.learners.non_parametric import NonParametric
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors

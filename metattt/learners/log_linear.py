@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.learners.base import NonParametric
 from metattt.learners.chunks import Chunk, chunks
+from metattt.learners.non_parametric import NonParametric
 from metattt.modules import exact
 from metattt.ops.chunk import solve_unit_lower
 from metattt.registry import register

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from metattt.errors import check_number
-from metattt.learners.base import NonParametric, Weight
+from metattt.learners.base import Weight
 from metattt.learners.chunks import Chunk, chunks
+from metattt.learners.non_parametric import NonParametric
 from metattt.modules import exact, transformed
 from metattt.ops.chunk import chunk_read, chunk_state
 from metattt.registry import register

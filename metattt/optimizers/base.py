@@ -201,16 +201,10 @@ class InnerOptimizer(Component, ABC):
         super().check_settings()
         check_together(self)
 
-    def with_token_steps(self, tau: Tensor | None) -> InnerOptimizer:
-        """This rule with its token steps computed once for many mini-batches."""
+    def bound(self, **attributes: object) -> InnerOptimizer:
+        """This rule with other attributes, for some mini-batches: its token steps, computed once, or their size."""
         bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__, token_steps=lambda: tau)
-        return bound
-
-    def with_size(self, count: int) -> InnerOptimizer:
-        """This rule with mini-batches of `count` tokens."""
-        bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__, mini_batch_size=count)
+        bound.__dict__.update(self.__dict__, **attributes)
         return bound
 
     @property
