@@ -260,6 +260,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=ttt_linear optimizer.mini_batch_size=null", "optimizer.token_steps=shared has a number for each place"),
     ("layer=efla optimizer.step=half", "optimizer.step=half` is not allowed: choose one of exact, projection"),
     ("layer=mdn optimizer.write_init=1.5", "optimizer.write_init=1.5"),
+    ("layer=kda layer.of_heads=3", "8"),
     ("layer=kda layer.norm_eps=0", "layer.norm_eps=0.0 is not allowed: it must be positive"),
     ("layer=delta_net task.views=shared_qk", "set task.views=separate, or task.short_conv=null"),
     # two layers in the place of one

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import metattt
 import metattt.models.timm
 from metattt.catalog.equations import equations
-from metattt.errors import MetaTTTError
 from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
 from metattt.testing.specimen import randomize
@@ -69,5 +68,3 @@ def test_heads_of_another_width(heads: int, of: int) -> None:
     first["out.weight"][:, :-8] = 0
     layer.load_state_dict(first)
     torch.testing.assert_close(alone(x)[0], layer(x)[0])
-    with pytest.raises(MetaTTTError, match="16"):
-        metattt.build(*words, "num_heads=1", "layer.of_heads=3")
