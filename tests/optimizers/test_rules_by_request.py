@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import metattt
-from metattt.testing.specimen import gradients, randomize
+from metattt.testing.specimen import gradients, randomize, run
 
 
 def make(name: str, *more: str) -> Any:
@@ -24,8 +24,7 @@ def test_heads_of_another_width(row: str) -> None:
     """Two heads of four features, beside a model of twelve."""
     layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=2", "layer.of_heads=3").double()
     x = torch.randn(2, 21, 12, dtype=torch.float64)
-    first, state = layer(x[:, :8])
-    torch.testing.assert_close(torch.cat([first, layer(x[:, 8:], state)[0]], 1), layer(x)[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(run(layer, x, [8]).y, run(layer, x).y, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", [
