@@ -34,7 +34,7 @@ NOT_COVERED = {
     "exact, and their derivatives are those of the exact solution",
     "task.seed=null or optimizer.seed=null": "the numbers are drawn anew for every sequence or call",
     "learner=module with norms or attention": "torch's own have wrong third derivatives, and none could be compared",
-    "learner=depthwise": "tokens see later ones; test_vittt.py compares it with torch's convolution and released code",
+    "learner=depthwise": "tokens see later ones; test_vittt.py compares it with torch's, test_layer_table.py with the released block",
     "optimizer.mini_batch_size=null": "a mini-batch is a call; inner/test_whole_call.py compares it with one of that size",
     "optimizer=preconditioned with several pairs": "the curvature is that of one key a token",
 }

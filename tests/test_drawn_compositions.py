@@ -157,7 +157,7 @@ def part(rng: random.Random, group: str, name: str) -> tuple[str, dict[str, Any]
 
 def choices(key: str, one: inspect.Parameter, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
     if allowed:
-        return tuple(value for value in allowed if (key, value) != ("rope", "map"))  # of images: tests/learners/test_vittt.py
+        return tuple(value for value in allowed if (key, value) != ("rope", "map"))  # of images: test_layer_table.py
     if isinstance(one.default, bool):
         return (True, False)
     if key == "window":

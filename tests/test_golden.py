@@ -37,6 +37,12 @@ MISTAKES = [  # the command, and words that its message must have: the value, wh
     ("runs /no/folder", ["/no/folder"]),
     ("layers layer=nothing", ["nothing", "layer"]),
     ("trian", ["trian", "metattt train"]),
+    # others, of later days
+    ("check --learner=mlp", ["settings are given as learner=mlp, without dashes"]),
+    ("eval checkpoint=x layer=attention", ["the checkpoint says what it is"]),
+    ("train learner=mpl --help", ["Did you mean `learner=mlp`?"]),
+    ("train --config-dir=x", ["there is no folder x"]),
+    ("train --info defaults learner=mpl", ["Did you mean `learner=mlp`?"]),
 ]
 
 
@@ -46,8 +52,8 @@ def test_a_mistake_is_told_in_lines_that_mend_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([word.format(folder=tmp_path) for word in command.split()]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and len(told.splitlines()) <= 2 and "Traceback" not in told
+    out, told = capsys.readouterr()
+    assert out == "" and told.startswith("error: ") and len(told.splitlines()) <= 2 and "Traceback" not in told
     for word in words:
         assert word.format(folder=tmp_path) in told
     assert not list(tmp_path.rglob("*.ckpt"))

@@ -109,11 +109,14 @@ def specimen(row: str, style: str) -> Specimen:
     return specimen_of(compose(*given, job="check"))
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_equals_the_oracle(row: str) -> None:
+ALONE_AND_MANY = [(row, length) for row in ("pkda", "gated_oja", "gsa", "gka") for length in (1, 70)]
+
+
+@pytest.mark.parametrize(("row", "length"), [*((row, None) for row in ROWS), *ALONE_AND_MANY])
+def test_equals_the_oracle(row: str, length: int | None) -> None:
     """With everything that is published around the rule: convolutions, norms, gates."""
     layer = specimen(row, "published").make()
-    x = draw("x", 2, min(2 * layer.optimizer.mini_batch_size + 3, 15), 8)
+    x = draw("x", 2, length or min(2 * layer.optimizer.mini_batch_size + 3, 15), 8)
 
     def through(function: Any) -> Run:
         tokens = x.clone().requires_grad_()

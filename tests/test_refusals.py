@@ -21,6 +21,7 @@ from metattt.generation.sampling import generate, sample
 from metattt.generation.text import generate_text
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, KernelRidge, Learner, Linear, NestedTTT, RecurrentRidge, Transformer
+from metattt.learners.depthwise import Depthwise
 from metattt.models.language_model import LanguageModel
 from metattt.optimizers import (
     Adam,
@@ -54,6 +55,7 @@ def inner() -> Callable[..., TTTLayer]:
 CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: KernelRidge(ridge=0.0), "ridge=0.0"),
     (lambda: RecurrentRidge(ridge=1, ridge_floor=1), "above 1"),
+    (lambda: Depthwise(size=4), "learner.size=4 has no place in the middle"),
     (lambda: Transformer(num_heads=3).setup(1, 8, 8), "does not divide the head width 8"),
     (lambda: NestedTTT(3), "partial"),
     (lambda: layer(NestedTTT(inner())), "read=previous"),
@@ -124,6 +126,13 @@ def narrow() -> State:
     return good._replace(weights={slot: {k: v.bfloat16() for k, v in one.items()} for slot, one in good.weights.items()})
 
 
+def levels(count: int) -> nn.Module:
+    return metattt.build("log_linear_mamba2", dim=8, num_heads=2, **{"optimizer.levels": count})
+
+
+SGD = "layer=mttt_mlp optimizer.steps=4 optimizer.sampling=sgd"
+
+
 class Tokenizer:
     separator, end = 10, None
 
@@ -159,9 +168,21 @@ CALLS += [
     (lambda: layer(rule=GradientDescent(4, read="final"))(X, reset=torch.eye(2, 5).bool()), "read=final"),
     *((lambda given=given: metattt.build(*given.split(), dim=8, num_heads=2)(X), message) for given, message in (
         ("layer=gsa optimizer.channels=0", "set optimizer.channels"),
-        ("layer=gated_oja optimizer.channels=3", "optimizer.channels=head_dim"))),
+        ("layer=gated_oja optimizer.channels=3", "optimizer.channels=head_dim"),
+        ("layer=vittt", "5 tokens are no square map: set learner.columns"),
+        ("layer=vittt task.rope=map", "5 tokens are no square map: set task.rope_columns"),
+        (SGD, "5 tokens do not divide into optimizer.steps=4 parts"))),
+    (lambda: metattt.build(*SGD.split(), dim=8, num_heads=2)(X[:, :4], mask=torch.eye(2, 4).bool()), "padding makes them"),
+    (lambda: metattt.build("self_attention", dim=8, num_heads=2)(X, reset=FLAGS), "takes no state and no reset="),
+    *((lambda a=a, b=b: b()(X, a()(X)[1]), "another layer") for other in (
+        lambda: layer(MLP()), lambda: layer(Linear(bias=False)), lambda: layer(KernelEstimator(), Append()),
+        lambda: layer(rule=GradientDescent(4, "batch")), lambda: layer(task=Reconstruction("shared_qk")),
+    ) for a, b in ((other, layer), (layer, other))),
+    (lambda: layer()(X, layer(dim=16)(torch.zeros(2, 5, 16))[1]), "another layer"),
+    (lambda: levels(15)(X, levels(4)(X)[1]), "it holds 4 levels, this one has optimizer.levels=15"),
     (lambda: setattr(layer(), "learner", Linear()), "was made together"),
-    (lambda: made(learner=layer().learner), "already belongs"),
+    *((lambda name=name: made(**{name: getattr(layer(), name)}), "already belongs")
+      for name in ("task", "learner", "optimizer")),
     # a model's call
     *((lambda ids=ids: model()(ids), "ids") for ids in (IDS.float(), [[0, 1]], None, IDS[0], IDS[:, :0], IDS + 11, IDS - 1)),
     (lambda: model()(IDS, FLAGS.long()), "mask"),
@@ -226,6 +247,9 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=mesa_net optimizer.blend=shared", "does not use the blend gate of its rule: set optimizer.blend=none"),
     ("layer=gsa optimizer.channels=many", "optimizer.channels=many"),
     ("layer=self_attention learner.normalize=false", "learner.kernel=linear"),
+    ("layer=vittt task.rope=map dim=18 num_heads=3", "multiple of 4"),
+    ("layer=vittt task.rope=map task.rope_columns=0", "task.rope_columns=0"),
+    ("layer=vittt task.rope=mapp", "full, map"),
     # what stands around a rule
     ("layer=mamba block_style=plain", "block_style=plain changes nothing in this layer"),
     ("layer=kda layer.gate=false", "layer.gate_rank=head_dim is of a gate"),
@@ -236,6 +260,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=ttt_linear optimizer.mini_batch_size=null", "optimizer.token_steps=shared has a number for each place"),
     ("layer=efla optimizer.step=half", "optimizer.step=half` is not allowed: choose one of exact, projection"),
     ("layer=mdn optimizer.write_init=1.5", "optimizer.write_init=1.5"),
+    ("layer=kda layer.of_heads=3", "8"),
     ("layer=kda layer.norm_eps=0", "layer.norm_eps=0.0 is not allowed: it must be positive"),
     ("layer=delta_net task.views=shared_qk", "set task.views=separate, or task.short_conv=null"),
     # two layers in the place of one

@@ -250,7 +250,7 @@ def test_compiled_with_a_carried_state() -> None:
     assert distance(torch.cat([first, second], dim=1), eager.y) <= BOUND
 
 
-# -- states and parts that do not fit ----------------------------------------------------------------------------------
+# -- learners that do not fit -------------------------------------------------------------------------------------------
 
 
 def refused(call: Callable[[], object], *words: str) -> None:
@@ -265,27 +265,6 @@ def refused(call: Callable[[], object], *words: str) -> None:
 
 def layer_of(learner: Learner, optimizer: InnerOptimizer | None = None, **options: Any) -> TTTLayer:
     return TTTLayer(8, 2, Reconstruction(), learner, optimizer or GradientDescent(4), **options)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: layer_of(MLP()),
-        lambda: layer_of(Linear(bias=False)),
-        lambda: layer_of(KernelEstimator(), Append()),
-        lambda: TTTLayer(16, 2, Reconstruction(), Linear(), GradientDescent(4)),
-        lambda: layer_of(Linear(), GradientDescent(4, "batch")),
-        lambda: TTTLayer(8, 2, Reconstruction("shared_qk"), Linear(), GradientDescent(4)),
-    ],
-    ids=["learner", "weights", "data", "width", "anchor", "task"],
-)
-def test_state_of_another_layer(other: Callable[[], TTTLayer]) -> None:
-    layer, stranger = layer_of(Linear()), other()
-    _, state = stranger(torch.randn(2, 5, stranger.dim))
-    refused(lambda: layer(torch.randn(2, 5, 8), state), "state", "another layer")
-    if stranger.dim == layer.dim:
-        _, state = layer(torch.randn(2, 5, 8))
-        refused(lambda: stranger(torch.randn(2, 5, 8), state), "state", "another layer")
 
 
 class Mixes(Learner):
@@ -366,19 +345,3 @@ def test_raw_weights_fall_back_or_are_refused_by_name(use: str) -> None:
     assert layer_of(Raw(function)).form == "primal"
     assert layer_of(Raw(function), GradientDescent(4, read="previous")).form == "summed"
     refused(lambda: layer_of(Raw(function), form="summed"), "layer.form=summed", "read=inclusive", "layer.form=auto")
-
-
-def test_final_reads_of_packed_documents() -> None:
-    """One set of weights answers all queries, so documents of one sequence cannot be told apart."""
-    layer = layer_of(Linear(), GradientDescent(4, read="final"))
-    reset = torch.zeros(2, 8, dtype=torch.bool)
-    reset[:, 4] = True
-    refused(lambda: layer(torch.randn(2, 8, 8), reset=reset), "reset", "read=final")
-
-
-def test_parts_belong_to_one_layer() -> None:
-    task, learner, optimizer = Reconstruction(), Linear(), GradientDescent(4, lr="constant")  # it has no parameters
-    TTTLayer(8, 2, task, learner, optimizer)
-    refused(lambda: TTTLayer(8, 2, task, Linear(), GradientDescent(4)), "Reconstruction", "already belongs")
-    refused(lambda: TTTLayer(8, 2, Reconstruction(), learner, GradientDescent(4)), "Linear", "already belongs")
-    refused(lambda: TTTLayer(8, 2, Reconstruction(), Linear(), optimizer), "GradientDescent", "already belongs")

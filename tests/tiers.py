@@ -33,7 +33,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     # interpreted Triton, and what compiles
     "kernels/test_cpu_operators.py::test_a_compiled_layer": ("[ttt_linear]",),
     "kernels/test_cpu_operators.py::test_an_exported_layer": (),
-    "kernels/test_decode_on_gpu.py::test_parts_that_vary": (),
     "kernels/test_decode_on_gpu.py::test_token_by_token": ("-mlp]",),
     "kernels/test_on_gpu.py::test_compiled_in_one_graph": (),
     "test_surroundings.py::test_compiled_in_one_graph": ("[dual]",),
@@ -47,7 +46,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
         "[ttt_mlp-length=17-batch=2-heads=2-tau=shared-layout=fused]",
     ),
     "kernels/test_triton_operations.py::test_decoding": ("-32-True-shared]",),
-    "kernels/test_triton_operations.py::test_compiled": (),
     "kernels/test_triton_operations.py::test_operators_pass": (),
     "kernels/test_on_gpu.py::test_a_layer_through_the_triton_operation": ("[linear-True-shared]",),
     "test_export.py": ("[ttt_linear]", "[attention]", "[gated_delta_net]", "sizes_of_a_loop"),

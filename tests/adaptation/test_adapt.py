@@ -73,7 +73,6 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
     ("override", "message"),
     [
         ("optimizer=momentum", "with every token"),
-        ("optimizer=block_momentum", "gates that depend on the token"),
         ("fast=heads", "fast=heads names no parameter"),
         ("batch_size=0", "batch_size=0"),
         ("fast_weights=lora", "fast"),

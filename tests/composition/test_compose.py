@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from compositions_for_tests import remembering
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -96,18 +95,6 @@ def test_overrides_that_are_not_text_are_left_alone() -> None:
     assert quote_free_text("checkpoint=[/a=b/x, c d]") == "checkpoint=['/a=b/x','c d']"
     assert quote_free_text("checkpoint=/a=b/x,'c, d'", sweep=True) == "checkpoint='/a=b/x','c, d'"
     assert quote_free_text("checkpoint=glob(*)", sweep=True) == "checkpoint=glob(*)"
-
-
-def test_attention_is_softmax_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other layers that have names are compared with golden numbers (`test_layer_table`)."""
-    layer, seen = build("layer=attention", *SMALL).double(), []
-    views = layer.task.views
-    monkeypatch.setattr(layer.task, "views", lambda *given: seen.append(views(*given)) or seen[-1])
-    layer.norm, layer.out = None, torch.nn.Identity()
-    y, _ = layer(torch.randn(2, 37, 16, dtype=torch.float64))
-    k, v, q = seen[0][0][:3]  # [B, H, T, d]
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(y.unflatten(2, (2, 8)).transpose(1, 2), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_what_tests_remember_is_what_hydra_composes() -> None:

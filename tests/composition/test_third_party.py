@@ -13,14 +13,14 @@ EXAMPLE = ROOT / "examples" / "third_party_learner"
 KINDS = (".py", ".yaml", ".cpp", ".h", ".typed")  # of files that the wheel needs
 
 
-def run(code: str, *paths: Path, cwd: Path) -> str:
+def run(code: str, *paths: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run Python code in a fresh process that sees only `paths` besides the environment's own packages."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, env=environment, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done
 
 
 def pip_install(source: Path, target: Path, scratch: Path) -> None:
@@ -73,7 +73,7 @@ main(["check", "--help"])
 
 
 def test_learner_of_another_package(fourier: Path, tmp_path: Path) -> None:
-    out = run(USE_FOURIER, fourier, ROOT, cwd=tmp_path)
+    out = run(USE_FOURIER, fourier, ROOT, cwd=tmp_path).stdout
     assert "fourier " in out and "learned Fourier features" in out
 
 
@@ -84,11 +84,7 @@ def test_broken_package_is_named(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-learner\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[metattt.components]\nbroken = broken\n")
     code = "from metattt.cli import main; import sys; sys.exit(0 if main(['check', 'dim=8']) == 2 else 1)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(code, tmp_path, ROOT, cwd=tmp_path)
     assert "broken-learner" in done.stderr and "nothing_of_this_name" in done.stderr and done.stderr.count("\n") == 2
 
 

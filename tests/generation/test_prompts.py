@@ -8,25 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs_for_tests import tiny
 
 import metattt
 from metattt.cli import main
-from metattt.composition.compose import compose
 from metattt.data.text import ByteTokenizer
 from metattt.generation.text import generate_text
 from metattt.training.train import train
-
-TINY = (
-    "dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.max_steps=2",
-    "trainer.accelerator=cpu", "sample=false",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text("abc 1 " * 200)
-    assert train(compose(*TINY, f"data.path={folder / 'text.txt'}", f"output_dir={folder / 'run'}")) == 0
+    assert train(tiny(folder / "text.txt", folder / "run", "layer=ttt_linear", "trainer.max_steps=2")) == 0
     return folder / "run"
 
 

@@ -379,13 +379,11 @@ LAYER, MODEL = "metattt/config/layer", "metattt/config/model"
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (put(f"{LAYER}/_component_", "learner=nobody"), "which no installed package registers"),
     (put(f"{LAYER}/learner", {"_target_": "os.system", "command": "true"}), "no registered component"),
     (put(f"{LAYER}/dim", "${oc.env:HOME}"), "nothing is computed"),
     (put(f"{MODEL}/num_layers", 10**9), "num_layers=1,000,000,000, and [0-9]+ at most"),
     (put(f"{MODEL}/dim", 48), "weights of other shapes"),
     (put("vocab_size", 300), None),
-    (put("metattt", {"version": 99, "config": {}}), "version 99"),
     (put("metattt", None), "no `metattt`"),
     (put("metattt/config", {"layer": {}}), "a model without vocab_size"),
     (put("trust", ["os"]), None),

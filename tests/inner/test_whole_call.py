@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import metattt
-from metattt.errors import MetaTTTError
 from metattt.testing.specimen import randomize
 
 CASES = {
@@ -71,10 +70,3 @@ def test_padding_and_documents(case: str) -> None:
     parts = [layer(x[1:2, a:b]) for a, b in ((0, 3), (3, 9), (9, T))]
     torch.testing.assert_close(y[1:2], torch.cat([part for part, _ in parts], dim=1))
     torch.testing.assert_close(layer(x, state)[0][1:2], layer(x[1:2], parts[-1][1])[0])
-
-
-def test_what_goes_with_it() -> None:
-    with pytest.raises(MetaTTTError, match=r"optimizer\.read=committed shows that to its last token alone"):
-        metattt.build("layer=titans", "dim=16", "num_heads=2", "optimizer.mini_batch_size=null")
-    with pytest.raises(MetaTTTError, match=r"optimizer\.token_steps=shared has a number for each place"):
-        metattt.build("layer=ttt_linear", "dim=16", "num_heads=2", "optimizer.mini_batch_size=null")

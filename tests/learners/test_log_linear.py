@@ -1,4 +1,4 @@
-"""Log-linear attention: more buckets than short sequences have, long decays, and states of other levels."""
+"""Log-linear attention: more buckets than short sequences have, long decays, and documents."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from oracle import Call, outputs
 from torch import Tensor
 
-import metattt
-from metattt.errors import MetaTTTError
 from metattt.learners import LogLinear
 from metattt.optimizers import Append
 from metattt.state import Context, DataGates
@@ -55,11 +53,3 @@ def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(update: A
         found.append(learner.scan(Views(k, v, q), {}, ctx, DataGates(*gates))[0])
     worst = ((found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1).clamp(min=1e-2)).max().item()
     assert worst < 2e-5, worst
-
-
-def test_a_state_with_other_levels_is_refused() -> None:
-    size = ("layer=log_linear_mamba2", "dim=8", "num_heads=2")
-    x = torch.randn(1, 3, 8)
-    _, state = metattt.build(*size, "optimizer.levels=4")(x)
-    with pytest.raises(MetaTTTError, match=r"it holds 4 levels, this one has optimizer\.levels=15"):
-        metattt.build(*size)(x, state)

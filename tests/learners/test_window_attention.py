@@ -1,13 +1,10 @@
-"""A window over data: every query, however the sequence is cut, masked and packed, against attention over all data
-with a mask that is written out; and grouped-query heads against heads that are copied."""
+"""A window over data: how large its state grows, and 16 bits; and grouped-query heads against heads that are copied.
+(What it computes: `test_layer_table`, `test_drawn_compositions`.)"""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from torch import Tensor
 
 import metattt
 from metattt.errors import MetaTTTError
@@ -15,28 +12,16 @@ from metattt.layer import TTTLayer
 from metattt.learners import KernelEstimator
 from metattt.optimizers import Append
 from metattt.tasks import Reconstruction
-from metattt.testing.specimen import randomize
+from metattt.testing.specimen import randomize, run
 
 DIM, HEADS = 8, 4
 
 
-def make(window: int | None, sinks: int = 0, kernel: str = "exponential", kv_heads: int | None = None) -> TTTLayer:
-    task = Reconstruction(rope="full", kv_heads=kv_heads)
-    layer = TTTLayer(DIM, HEADS, task, KernelEstimator(kernel, neighbours=2, window=window, sinks=sinks), Append())  # type: ignore[arg-type]
+def make(window: int | None, sinks: int = 0) -> TTTLayer:
+    layer = TTTLayer(DIM, HEADS, Reconstruction(rope="full"), KernelEstimator(window=window, sinks=sinks), Append())
     layer.double()
     randomize(layer)
     return layer
-
-
-def in_pieces(
-    layer: TTTLayer, x: Tensor, cuts: list[int], mask: Tensor | None = None, reset: Tensor | None = None
-) -> Tensor:
-    state, rows = None, []
-    for start, end in pairwise([0, *cuts, x.shape[1]]):
-        some = [None if flag is None else flag[:, start:end] for flag in (mask, reset)]
-        y, state = layer(x[:, start:end], state, mask=some[0], reset=some[1])
-        rows.append(y)
-    return torch.cat(rows, 1)
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -59,7 +44,7 @@ def test_autocast_keeps_positions() -> None:
     layer = metattt.build("layer=window_attention", "learner.window=4", "learner.sinks=1", "dim=8", "num_heads=4")
     x = torch.randn(2, 13, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        found = in_pieces(layer, x, [6, 7])
+        found = run(layer, x, [6, 7]).y
     torch.testing.assert_close(found.float(), layer(x)[0], rtol=0.05, atol=0.05)
 
 
@@ -74,5 +59,5 @@ def test_grouped_heads_equal_copied_heads(layer: str) -> None:
             values[name] = values[name].unflatten(0, (2, 2)).repeat_interleave(2, 0).flatten(0, 1)
     copied.load_state_dict(values)
     x = torch.randn(2, 21, 8, dtype=torch.float64)
-    torch.testing.assert_close(in_pieces(grouped, x, [5, 6]), in_pieces(copied, x, []), rtol=0, atol=1e-10)
+    torch.testing.assert_close(run(grouped, x, [5, 6]).y, run(copied, x).y, rtol=0, atol=1e-10)
     assert layer == "delta_net" or 2 * grouped(x)[1].learner["k"].nbytes == copied(x)[1].learner["k"].nbytes

@@ -1,16 +1,15 @@
-"""Rules and learners that were asked for, where keys or lengths are extreme. (What they compute: `test_layer_table`,
-`test_drawn_compositions`.)"""
+"""Rules and learners that were asked for, where keys are extreme, and heads of another width. (What they compute:
+`test_layer_table`, `test_drawn_compositions`.)"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
 
 import metattt
-from metattt.testing.specimen import gradients, randomize
+from metattt.testing.specimen import gradients, randomize, run
 
 
 def make(name: str, *more: str) -> Any:
@@ -20,25 +19,12 @@ def make(name: str, *more: str) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("row", ["pkda", "gated_oja", "gsa", "gka"])
-@pytest.mark.parametrize("length", [1, 70])
-def test_equals_the_loop_of_the_oracle(row: str, length: int) -> None:
-    """A token alone, and more than a chunk of them."""
-    layer, x = make(row), torch.randn(2, length, 12, dtype=torch.float64).requires_grad_()
-    found, wanted = layer(x)[0], oracle.outputs(layer, [oracle.Call(x)])[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    one, other = (gradients(layer, x, (y * torch.ones_like(y).cumsum(-1)).sum()) for y in (found, wanted))
-    for name, g in one.items():
-        torch.testing.assert_close(g, other[name], rtol=1e-10, atol=1e-12 * max(1, g.norm().item()), msg=name)
-
-
 @pytest.mark.parametrize("row", ["kda", "gla", "pkda", "gated_oja", "gka"])
 def test_heads_of_another_width(row: str) -> None:
     """Two heads of four features, beside a model of twelve."""
     layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=2", "layer.of_heads=3").double()
     x = torch.randn(2, 21, 12, dtype=torch.float64)
-    first, state = layer(x[:, :8])
-    torch.testing.assert_close(torch.cat([first, layer(x[:, 8:], state)[0]], 1), layer(x)[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(run(layer, x, [8]).y, run(layer, x).y, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", [

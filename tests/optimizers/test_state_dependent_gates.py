@@ -13,17 +13,10 @@ from metattt.inner.committed import Committed
 from metattt.learners import Linear
 from metattt.optimizers import BlockMomentum, Gates, GradientDescent, InnerOptimizer, Momentum
 from metattt.tasks import Reconstruction
-from metattt.testing.laws import causality, derivatives, forms, round_trips, splits
-from metattt.testing.padding import masks, packing
+from metattt.testing.laws import LAWS
 from metattt.testing.specimen import Specimen
 
-BOUND = 1e-9
 task = partial(Reconstruction, normalize_qk=True)
-
-
-def hold(spec: Specimen, *more: Callable[[Specimen], float]) -> None:
-    for law in (forms, splits, causality, masks, packing, round_trips, *more):
-        assert law(spec) <= (0.0 if law is causality else 1e-6 if law is derivatives else BOUND), law.__name__
 
 
 class Careful(GradientDescent):
@@ -61,7 +54,9 @@ OWN: dict[str, Callable[[], InnerOptimizer]] = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_laws_of_ones_own(name: str) -> None:
-    hold(Specimen(Linear, task, OWN[name]))
+    spec = Specimen(Linear, task, OWN[name])
+    for law in ("forms", "splits", "causality", "masks", "packing", "round_trips"):
+        assert LAWS[law].worst_error(spec) <= LAWS[law].bound, law
 
 
 def test_fast_paths_refuse() -> None:
