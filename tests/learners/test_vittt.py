@@ -1,13 +1,16 @@
-"""ViT³'s block: maps and their convolutions; and heads of another width than D/H. (What it computes: `test_layer_table`.)"""
+"""ViT³'s block, its two learners and its rule, and heads of another width than D/H."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import metattt
 import metattt.models.timm
@@ -16,15 +19,89 @@ from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
 from metattt.testing.specimen import randomize
 
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "vittt_block.npz")
+D, HEADS, WIDTH = 24, 3, 8
 
-@pytest.mark.parametrize("rope", [[], ["task.rope=map"]])
-def test_a_square_map_needs_no_columns(rope: list[str]) -> None:
-    words = ("layer=vittt", "dim=24", "num_heads=3", "seed=0", *rope)
-    told = ("layer.second.learner.columns=4", *(["task.rope_columns=4"] if rope else []))
-    layer, other = (metattt.build(*words, *more).double() for more in ((), told))
-    x = torch.randn(2, 16, 24, dtype=torch.float64)
-    torch.testing.assert_close(layer(x)[0], other(x)[0], rtol=1e-9, atol=1e-12)
-    assert not layer.causal and (not rope or "RoPE_t: by row and column" in str(list(equations(layer))))
+
+def golden(name: str) -> Tensor:
+    return torch.from_numpy(GOLDEN[name])
+
+
+def ours(prefix: str) -> dict[str, Tensor]:
+    """The weights of the released block, or their derivatives, by our names."""
+    maps, vectors = (golden(f"{prefix}|qkv.{kind}").split([D] * 3 + [WIDTH] * 3) for kind in ("weight", "bias"))
+    out = golden(f"{prefix}|proj.weight")
+    names = [f"{layer}.task.{view}" for layer in ("first", "second") for view in "qkv"]
+    found = {f"{name}.weight": x for name, x in zip(names, maps, strict=True)}
+    found |= {f"{name}.bias": x for name, x in zip(names, vectors, strict=True)}
+    return found | {
+        "first.out.weight": out[:, :D], "second.out.weight": out[:, D:], "first.out.bias": golden(f"{prefix}|proj.bias"),
+        "first.learner.init.w1": golden(f"{prefix}|w1")[0], "first.learner.init.w2": golden(f"{prefix}|w2")[0],
+        "second.learner.init.w": golden(f"{prefix}|w3").reshape(1, WIDTH, 9).mT,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sides", [(6, 4), (3, 3)])
+def test_the_released_block(sides: tuple[int, int]) -> None:
+    layer: Any = metattt.build("layer=vittt", f"dim={D}", f"num_heads={HEADS}").double()
+    layer.load_state_dict(ours("p"))
+    layer.second.learner.columns = sides[1]
+    case = f"{sides[0]}x{sides[1]}"
+    x = golden(f"{case}|x").requires_grad_()
+    y, _ = layer(x)
+    torch.testing.assert_close(y, golden(f"{case}|y"), rtol=1e-9, atol=1e-12)
+    wanted = ours(f"{case}|g") | {"x": golden(f"{case}|gx")}
+    parameters = dict(layer.named_parameters()) | {"x": x}
+    assert parameters.keys() == wanted.keys()
+    found = torch.autograd.grad((y * golden(f"{case}|c")).sum(), list(parameters.values()))
+    for name, g in zip(parameters, found, strict=True):
+        torch.testing.assert_close(g, wanted[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def released_block(x: Tensor, w: dict[str, Tensor], sides: tuple[int, int], rope: bool) -> Tensor:
+    """The released block for `x` `[B, N, D]` and weights by its names, in plain steps."""
+    count, scale = x.shape[1], 9**-0.5
+    q, k, v, q2, k2, v2 = (x @ w["qkv.weight"].T + w["qkv.bias"]).split([D] * 3 + [WIDTH] * 3, dim=-1)
+    if rope:
+        frequency = 10000.0 ** -(torch.arange(D // 4, dtype=x.dtype) / (D // 4))
+        places = [torch.tensor([divmod(n, sides[1])[axis] for n in range(count)]) for axis in (0, 1)]
+        angle = torch.cat([place[:, None] * frequency for place in places], dim=-1)  # [N, D/2]
+        turn = torch.polar(torch.ones_like(angle), angle)
+        pairs = (torch.view_as_complex(one.unflatten(-1, (-1, 2))) for one in (q, k))
+        q, k = (torch.view_as_real(one * turn).flatten(-2) for one in pairs)
+    q, k, v = (one.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for one in (q, k, v))
+    q2, k2, v2 = (one.mT.reshape(1, -1, *sides) for one in (q2, k2, v2))  # a channel of a sequence is a group
+    begin = [w[name].expand(len(x), -1, -1, -1) for name in ("w1", "w2")] + [w["w3"].repeat(len(x), 1, 1, 1)]
+    begin = [one.detach().requires_grad_() for one in begin]
+
+    def both(fast: list[Tensor], one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        return (one @ fast[0]) * F.silu(one @ fast[1]), F.conv2d(two, fast[2], padding=1, groups=len(fast[2]))
+
+    loss = -sum((f * y).sum() for f, y in zip(both(begin, k, k2), (v, v2), strict=True)) * scale / count
+    fast = []
+    for weight, g, axes in zip(begin, torch.autograd.grad(loss, begin), (-2, -2, (-2, -1)), strict=True):
+        fast.append(weight - g / (torch.linalg.vector_norm(g, dim=axes, keepdim=True) + 1))
+    one, two = both(fast, q, q2)
+    y = torch.cat([one.transpose(1, 2).flatten(2), two.reshape(len(x), WIDTH, count).mT], dim=-1)
+    return y @ w["proj.weight"].T + w["proj.bias"]
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("sides", [(6, 4), (3, 3)])
+def test_positions_in_the_map(sides: tuple[int, int], rope: bool) -> None:
+    """`task.rope=map` is the released block's RoPE; without it, the plain steps are those of the recorded block."""
+    words = ["task.rope=map", f"task.rope_columns={sides[1] if sides[0] != sides[1] else 'null'}"] if rope else []
+    layer: Any = metattt.build("layer=vittt", f"dim={D}", f"num_heads={HEADS}", *words).double()
+    layer.load_state_dict(ours("p"))
+    layer.second.learner.columns = sides[1]
+    x = golden(f"{sides[0]}x{sides[1]}|x")
+    weights = {name[2:]: golden(name) for name in GOLDEN.files if name.startswith("p|")}
+    torch.testing.assert_close(layer(x)[0], released_block(x, weights, sides, rope), rtol=1e-9, atol=1e-12)
+    assert not layer.causal
+    if rope and sides == (3, 3):
+        assert "RoPE_t: by row and column" in str(list(equations(layer)))
+    if not rope:
+        torch.testing.assert_close(layer(x)[0], golden(f"{sides[0]}x{sides[1]}|y"), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("size", "columns", "count"), [(3, None, 16), (5, 6, 24), (1, 3, 6)])

@@ -1,12 +1,97 @@
-"""Inner steps on parts of all tokens, drawn by chance. (What MTTT computes: `test_layer_table`, `test_drawn_compositions`.)"""
+"""MTTT layers against vectors computed with the published code, in float64."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
-from metattt import build
+from metattt import TTTLayer, build
 from metattt.measures.inner_steps import inner_losses
-from metattt.testing.specimen import cotangent, distance, gradients
+from metattt.testing.specimen import cotangent, gradients
 
-SGD = ("layer=mttt_mlp", "optimizer.steps=4", "optimizer.sampling=sgd", "dim=32", "num_heads=4")
+GOLDEN: Any = np.load(Path(__file__).parents[1] / "golden" / "mttt_layer.npz")
+STEPS = {"mlp1": 1, "mlp4": 4, "lin": 1}
+SIZES = ("dim=32", "num_heads=4")
+
+
+def part(kind: str, group: str) -> dict[str, Tensor]:
+    prefix = f"{kind}/{group}/"
+    return {name.removeprefix(prefix): torch.tensor(GOLDEN[name]) for name in GOLDEN.files if name.startswith(prefix)}
+
+
+def to_ours(published: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of the JAX code (or their gradients) by our names, in our layout."""
+    ours: dict[str, Tensor] = {}
+    for name, value in published.items():
+        match name.split("/"):
+            case [("phi" | "psi") as view, "kernel"]:
+                ours[f"task.{view}.weight"] = value.mT.flatten(0, 1)
+            case [("phi" | "psi") as view, "bias"]:
+                ours[f"task.{view}.bias"] = value.flatten()
+            case ["g", "kernel"]:
+                ours["task.decoder"] = value
+            case ["g_bias"]:
+                ours["task.decoder_bias"] = value[0]
+            case ["h", "kernel"]:
+                ours["out.weight"] = value.flatten(0, 1).mT
+            case ["h_bias"]:
+                ours["out.bias"] = value[0]
+            case ["decoder_LN", kind]:
+                ours[f"task.norm_{kind}"] = value
+            case [inner, kind]:
+                ours[f"learner.init.{'w' if kind == 'kernel' else 'b'}{int(inner[-1]) + 1}"] = value
+    return ours
+
+
+def built(kind: str, *overrides: str) -> TTTLayer:
+    """What the command line would train, with the published parameters."""
+    name = "mttt_linear" if kind == "lin" else "mttt_mlp"
+    layer = build(f"layer={name}", f"optimizer.steps={STEPS[kind]}", *SIZES, *overrides).double()
+    layer.load_state_dict(to_ours(part(kind, "p")))
+    return layer
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+def check(layer: TTTLayer, kind: str) -> None:
+    x, weights = torch.tensor(GOLDEN["x"]).requires_grad_(), torch.tensor(GOLDEN["ct"])
+    y, _ = layer(x)
+    (y * weights).sum().backward()
+    assert x.grad is not None
+    assert error(y, torch.tensor(GOLDEN[f"{kind}/y"])) < 1e-9
+    assert error(x.grad, torch.tensor(GOLDEN[f"{kind}/gx"])) < 1e-9
+    expected = to_ours(part(kind, "g"))
+    ours = dict(layer.named_parameters())
+    assert ours.keys() == expected.keys()
+    for name, parameter in ours.items():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            assert error(parameter.grad, expected[name]) < 1e-9, name
+        else:
+            assert kind == "lin" and name == "learner.init.w1"
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_golden_vectors(kind: str) -> None:
+    layer = built(kind)
+    check(layer, kind)
+    losses = inner_losses(layer, torch.tensor(GOLDEN["x"]))
+    assert losses.shape == (STEPS[kind] + 1, 4)
+    assert error(losses.sum(1), torch.tensor(GOLDEN[f"{kind}/il"])) < 1e-9
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("overrides", [("optimizer.compute_chunk=5",), ("layer.form=summed",), ("layer.group_size=0",)])
+def test_golden_vectors_in_chunks_and_other_forms(kind: str, overrides: tuple[str, ...]) -> None:
+    check(built(kind, *overrides), kind)
+
+
+SGD = ("layer=mttt_mlp", "optimizer.steps=4", "optimizer.sampling=sgd", *SIZES)
 
 
 def test_sgd_is_repeatable_with_a_seed() -> None:
@@ -19,10 +104,12 @@ def test_sgd_is_repeatable_with_a_seed() -> None:
 
 
 def test_sgd_in_chunks_equals_sgd_at_once() -> None:
-    x, found = torch.randn(2, 40, 32, dtype=torch.float64, requires_grad=True), []
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    found = []
     for chunk in (3, 10, 2048):
         layer = build(*SGD, "seed=0", "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double()
-        y, _ = layer(x)
-        found.append([y.detach(), *gradients(layer, x, (y * cotangent(y)).sum()).values()])
+        given = x.clone().requires_grad_()
+        y, _ = layer(given)
+        found.append([y.detach(), *gradients(layer, given, (y * cotangent(y)).sum()).values()])
     for other in found[1:]:
-        assert max(distance(a, b) for a, b in zip(other, found[0], strict=True)) < 1e-9
+        assert max(error(a, b) for a, b in zip(other, found[0], strict=True)) < 1e-9
