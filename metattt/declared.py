@@ -1,4 +1,4 @@
-"""Modules whose constructor is made from settings that the class declares: layers, tasks, learners, optimizers."""
+"""Classes whose constructor is made from settings that they declare: layers, tasks, learners, optimizers, data."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
 
 @dataclass_transform(field_specifiers=(setting,))
-class Declared(nn.Module):
-    """A module whose constructor takes settings.
+class WithSettings:
+    """What has a constructor that takes settings.
 
     A class declares them in its body, each as `name: type = setting(default=...)`; the constructor is made from these
     lines, unless the class writes an `__init__` of its own. A plain attribute of a subclass with the name of a setting
@@ -27,7 +27,7 @@ class Declared(nn.Module):
     what Mine declares itself; the other settings have their values on the class.
     """
 
-    _group: ClassVar[str] = ""  #: of configurations: `layer`, `task`, `learner` or `optimizer`
+    _group: ClassVar[str] = ""  #: of configurations: `layer`, `task`, `learner`, `optimizer` or `data`
     #: settings that are used once: assigned later, they would do nothing
     fixed: tuple[str, ...] = ()
     _settings: ClassVar[dict[str, Setting]] = {}  #: by attribute, those of base classes first
@@ -50,7 +50,7 @@ class Declared(nn.Module):
                 setattr(cls, name, one.default)
             if one.fixed:
                 cls.fixed = (*cls.fixed, name, *([one.alias] if one.alias else []))
-        made = cls.__init__ is nn.Module.__init__ or hasattr(cls.__init__, "made_of_settings")
+        made = cls.__init__ in (object.__init__, nn.Module.__init__) or hasattr(cls.__init__, "made_of_settings")
         if mine and not made and "__init__" not in own:
             raise MetaTTTError(
                 f"{cls.__name__} declares {', '.join(mine)}, and inherits an __init__ that does not take them: "
@@ -81,7 +81,7 @@ class Declared(nn.Module):
         return f"{self._group}.{name}"
 
 
-def _constructor(cls: type[Declared]) -> Callable[..., None]:
+def _constructor(cls: type[WithSettings]) -> Callable[..., None]:
     """The `__init__` of a class whose body declares its settings."""
     attributes = {one.alias or name: name for name, one in cls._settings.items() if one.init}
     for name in attributes.values():  # of several bases, the first that sets it
@@ -89,12 +89,12 @@ def _constructor(cls: type[Declared]) -> Callable[..., None]:
             cls._settings[name] = replace(cls._settings[name], default=getattr(cls, name))
     signature = inspect.Signature([SELF, *parameters(cls._settings)])
 
-    def __init__(self: Declared, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: WithSettings, *args: Any, **kwargs: Any) -> None:
         try:
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{cls.__qualname__}.__init__() {error}") from None
-        super(Declared, self).__init__()
+        super(WithSettings, self).__init__()
         for key, name in attributes.items():
             setattr(self, name, given[key] if key in given else getattr(type(self), name))
         self.configure()
@@ -106,7 +106,7 @@ def _constructor(cls: type[Declared]) -> Callable[..., None]:
     return __init__
 
 
-def _written(cls: type[Declared], init: Callable[..., None]) -> Callable[..., None]:
+def _written(cls: type[WithSettings], init: Callable[..., None]) -> Callable[..., None]:
     """An `__init__` that a class writes itself; it takes the settings of every subclass, whatever it names."""
     own = inspect.signature(init)
     every = with_always(list(own.parameters.values()), cls._settings)
@@ -115,7 +115,7 @@ def _written(cls: type[Declared], init: Callable[..., None]) -> Callable[..., No
         return init
 
     @functools.wraps(init)
-    def __init__(self: Declared, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: WithSettings, *args: Any, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in added.keys() & kwargs.keys()}
         init(self, *args, **kwargs)
         for name, value in given.items():
@@ -124,3 +124,10 @@ def _written(cls: type[Declared], init: Callable[..., None]) -> Callable[..., No
     __init__.__annotations__ = {**init.__annotations__, **added}
     __init__.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
     return __init__
+
+
+class Declared(WithSettings, nn.Module):
+    """A module of torch whose constructor takes settings."""
+
+
+Declared.__init__ = nn.Module.__init__  # type: ignore[method-assign]  # a subclass may write one, and call this

@@ -22,7 +22,7 @@ from metattt import setting
 from metattt.setting import Setting, declared, members, parameters, with_always
 
 PLAIN_MODULES = {"typing": typing, "collections.abc": collections.abc, "metattt.setting": setting}
-DECLARED = "metattt.declared", "Declared"
+BASES = ("metattt.declared", "Declared"), ("metattt.declared", "WithSettings")
 
 
 class Unreadable(Exception):
@@ -78,7 +78,7 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
         Unreadable: as `registered`.
     """
     settings, (home, node) = _settings(module, name), _class(module, name)
-    while (home, node.name) != DECLARED:
+    while (home, node.name) not in BASES:
         for one in node.body:
             if isinstance(one, ast.FunctionDef) and one.name == "__init__":
                 return with_always(_parameters(home, one.args), settings)

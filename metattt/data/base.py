@@ -3,12 +3,15 @@ it."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from metattt.errors import MetaTTTError, check_integer
+from metattt.declared import WithSettings
+from metattt.errors import MetaTTTError
+from metattt.setting import setting
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,13 +41,6 @@ ALONE = Place()
 """The place of the only process, which reads everything once."""
 
 
-def check_loading(batch_size: int, seed: int, num_workers: int = 0) -> None:
-    """Raises an error for what no loader can have."""
-    check_integer("data.batch_size", batch_size, most=MOST_ROWS)
-    check_integer("data.seed", seed, 0, MOST_SEED)
-    check_integer("data.num_workers", num_workers, 0, 1024)
-
-
 class ReadError(MetaTTTError):
     """Data that cannot be read, found while batches are made."""
 
@@ -53,20 +49,33 @@ class ReadError(MetaTTTError):
         super().__init__((message.strip().splitlines() or [""])[-1].rpartition(f"{type(self).__name__}: ")[2])
 
 
-class Data:
-    """Batches to train on and to validate on.
+class Data(WithSettings):
+    """Batches to train on and to validate on. Its constructor is made from declared settings.
 
     A new kind of data is a subclass of `WindowData` (text), `Images` or `SequenceData`, which say how models are
     trained on it, and a YAML file in `configs/data`; or one of this class, with a job of its own.
 
+    Args:
+        batch_size: windows, images or sequences in a batch.
+        seed: of the order of what is trained on.
+        num_workers: processes that make batches; 0 makes them in the training process.
+
     Attributes:
         place: which batches this process reads; a run sets it before it asks for them.
+        trained_by: `module:class` of the job that trains on it.
         scored_by: the module whose `evaluate` scores models of this data (`metattt.evaluation.evaluate.Evaluation`);
             None: they are scored as text.
         windows_of_text: a batch is windows of tokens `[B, T + 1]` and nothing else.
     """
 
+    _group = "data"
+
+    batch_size: int = setting(default=64, most=MOST_ROWS)
+    seed: int = setting(default=0, least=0, most=MOST_SEED)
+    num_workers: int = setting(default=0, least=0, most=1024)
+
     place = ALONE
+    trained_by: ClassVar[str]
     scored_by: ClassVar[str | None] = None
     windows_of_text: ClassVar[bool] = False
 
@@ -79,7 +88,8 @@ class Data:
         Raises:
             MetaTTTError: data that cannot be read, or that the model of the run cannot read.
         """
-        raise NotImplementedError
+        job: Job = pkgutil.resolve_name(self.trained_by)(cfg, self)
+        return job
 
     def setup(self, stage: str | None = None) -> None:
         """Finds or reads the data, once; called before the first batch is asked for."""

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from metattt.data.base import check_loading
 from metattt.data.images import NO_LABEL, Batch, Images
 from metattt.data.windows import ShuffledBatches, batches_in_order
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.errors import MetaTTTError, check_number
 from metattt.optional import need
 from metattt.registry import register
+from metattt.setting import setting
 
 SIDE = 8  # pixels
 
@@ -32,7 +32,7 @@ class _Digits(Dataset[Batch]):
 
 
 @register(group="data", name="digits")
-class DigitsData(Images):
+class DigitsData(Images, takes=("img_size", "batch_size", "validation_fraction", "seed")):
     """scikit-learn's digits (UCI's optical recognition test set), always split in the same way. An image that occurs
     twice counts once, so that the splits share none.
 
@@ -52,27 +52,21 @@ class DigitsData(Images):
     in_chans = 1
     evaluation = {"crop_pct": 1.0, "interpolation": "nearest"}  # noqa: RUF012 (nobody changes it)
 
-    def __init__(
-        self,
-        img_size: int = SIDE,
-        batch_size: int = 64,
-        validation_fraction: float = 0.2,
-        seed: int = 0,
-        test_fraction: float = 0.0,
-    ):
-        check_integer("data.img_size", img_size, SIDE, 512)
-        if img_size % SIDE:
-            raise MetaTTTError(f"data.img_size={img_size} is not allowed: choose a multiple of {SIDE} pixels")
-        check_loading(batch_size, seed)
-        check_number("data.validation_fraction", validation_fraction, above=0, below=1)
-        beside = f" beside data.validation_fraction={validation_fraction}: images are left to train on"
-        check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction, advice=beside)
-        self.img_size, self.batch_size, self.seed = img_size, batch_size, seed
-        self.validation_fraction, self.test_fraction = validation_fraction, test_fraction
-        self._splits: dict[str, _Digits] = {}
-
     num_classes = 10
     class_names = [str(digit) for digit in range(10)]  # noqa: RUF012 (nobody changes it)
+
+    img_size: int = setting(default=SIDE, least=SIDE, most=512)
+    validation_fraction: float = setting(default=0.2, above=0, below=1)
+    test_fraction: float = setting(default=0.0)
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.img_size % SIDE:
+            raise MetaTTTError(f"data.img_size={self.img_size} is not allowed: choose a multiple of {SIDE} pixels")
+        beside = f" beside data.validation_fraction={self.validation_fraction}: images are left to train on"
+        below = 1 - self.validation_fraction
+        check_number("data.test_fraction", self.test_fraction, least=0, below=below, advice=beside)
+        self._splits: dict[str, _Digits] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the digits, once."""

@@ -11,18 +11,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from metattt.composition.messages import first_line
-from metattt.data.base import Data, ReadError, check_loading
+from metattt.data.base import Data, ReadError
 from metattt.data.windows import ShuffledBatches, batches_in_order
-from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
+from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of
 from metattt.optional import need
 from metattt.registry import register
+from metattt.setting import setting
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from PIL import Image
-
-    from metattt.training.job import Job
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, h, w] in [−1, 1], labels [B]
 NO_LABEL = -1  # of an image that only fills up a batch, so that every process has as many; it counts nowhere
@@ -34,23 +32,15 @@ class Images(Data):
     Attributes:
         img_size: height and width (pixels).
         in_chans: channels.
-        batch_size: images per batch; in a run, of each process.
-        seed: of the order of the images.
         evaluation: how a picture becomes an image of the validation split, as timm says it: `crop_pct` and
             `interpolation`. It is saved with a run; None: not known, and `metattt predict` refuses the run.
     """
 
+    trained_by = "metattt.training.image_module:ImageJob"
     scored_by = "metattt.evaluation.images"
-    img_size: int
-    in_chans: int
-    batch_size: int
-    seed: int
+    img_size: int = setting(init=False)
+    in_chans: int = setting(init=False)
     evaluation: Mapping[str, Any] | None = None
-
-    def job(self, cfg: DictConfig) -> Job:
-        from metattt.training.image_module import ImageJob
-
-        return ImageJob(cfg, self)
 
     @property
     def num_classes(self) -> int | None:
@@ -122,7 +112,7 @@ class CheckedImages(Dataset[tuple[Any, int]]):
 
 
 @register(group="data", name="images")
-class ImageData(Images):
+class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size", "num_workers", "seed")):
     """Images in any form that timm reads, with the augmentation of the MTTT paper (arXiv 2310.13807, Sec. 5).
 
     Args:
@@ -148,44 +138,36 @@ class ImageData(Images):
         MetaTTTError: a value that is not allowed; from `setup`: no images, or fewer than a batch.
     """
 
-    evaluation: Mapping[str, Any] = {"crop_pct": 0.875, "interpolation": "bilinear"}
+    evaluation = {"crop_pct": 0.875, "interpolation": "bilinear"}  # noqa: RUF012 (nobody changes it)
 
-    def __init__(
-        self,
-        path: str | None = None,
-        dataset: str = "",
-        validation_path: str | None = None,
-        train_split: str = "train",
-        validation_split: str = "validation",
-        img_size: int = 224,
-        in_chans: int = 3,
-        batch_size: int = 1024,
-        num_workers: int = 8,
-        min_area: float = 0.05,
-        flip: bool = True,
-        augment: str | None = None,
-        corrupt: Literal["error", "skip"] = "error",
-        seed: int = 0,
-    ):
+    path: str | None = setting(default=None)
+    dataset: str = setting(default="")
+    validation_path: str | None = setting(default=None)
+    train_split: str = setting(default="train")
+    validation_split: str = setting(default="validation")
+    img_size: int = setting(default=224, most=2**13)
+    in_chans: int = setting(default=3)
+    batch_size = 1024
+    num_workers = 8
+    min_area: float = setting(default=0.05, above=0, most=1)
+    flip: bool = setting(default=True)
+    augment: str | None = setting(default=None)
+    corrupt: Literal["error", "skip"] = setting(default="error")
+
+    def check_settings(self) -> None:
         self.timm: Any = need("timm.data", extra="images", what="data=images")
-        check_choice("data.corrupt", corrupt, ("error", "skip"))
-        check_integer("data.img_size", img_size, 1, 2**13)
-        check_loading(batch_size, seed, num_workers)
-        check_choice("data.in_chans", in_chans, (1, 3))
-        check_number("data.min_area", min_area, above=0, most=1)
-        if augment is not None:
+        super().check_settings()
+        check_choice("data.in_chans", self.in_chans, (1, 3))
+        if self.augment is not None:
             try:
-                self.timm.create_transform(img_size, is_training=True, auto_augment=augment)
+                self.timm.create_transform(self.img_size, is_training=True, auto_augment=self.augment)
             except Exception as error:  # timm has assertions and lookups, no error of its own
                 raise MetaTTTError(
-                    f"data.augment={augment} is not known to timm: rand-m10-n2-p1, augmix-m3-w3, original, or null"
+                    f"data.augment={self.augment} is not known to timm: rand-m10-n2-p1, augmix-m3-w3, original, or null"
                 ) from error
-        self.path, self.dataset, self.validation_path = path, dataset, validation_path
-        self.splits = {"train": train_split, "validation": validation_split}
-        self.img_size, self.in_chans, self.batch_size, self.num_workers = img_size, in_chans, batch_size, num_workers
-        self.min_area, self.flip, self.augment, self.corrupt, self.seed = min_area, flip, augment, corrupt, seed
+        self.splits = {"train": self.train_split, "validation": self.validation_split}
         self._datasets: dict[str, Any] = {}
-        self._streams_for = (1, batch_size)  # processes and batch size that the streams were made for
+        self._streams_for = (1, self.batch_size)  # processes and batch size that the streams were made for
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the images, once. Streams are made again when there are several processes: timm then gives each a

@@ -8,15 +8,16 @@ from typing import Literal
 
 import numpy as np
 
-from metattt.data.sequences import SequenceData
-from metattt.errors import check_choice, check_integer, check_number
+from metattt.data.sequences import OF_SEQUENCES, SequenceData
+from metattt.errors import check_integer
 from metattt.registry import register
+from metattt.setting import setting
 
 Values = Callable[[np.ndarray], np.ndarray]
 
 
 @register(group="data", name="in_context")
-class InContextData(SequenceData):
+class InContextData(SequenceData, takes=("function", "features", "examples", *OF_SEQUENCES)):
     """Sequences `x1, y1, x2, y2, …` with `x ~ N(0, I)` and `y = f(x) + noise`, a new f in each (Garg et al., arXiv
     2208.01066, Sec. 2 and 4). At `x_i` the label is `y_i`. A token is a vector of `features + 1` numbers: `(x, 0)` or
     `(0, y)`.
@@ -39,31 +40,18 @@ class InContextData(SequenceData):
         MetaTTTError: a size that is not allowed.
     """
 
-    inputs: int
+    function: Literal["linear", "sparse", "network"] = setting(default="linear")
+    features: int = setting(default=8, most=2**16)
+    examples: int = setting(default=20, most=2**16)
+    nonzero: int = setting(default=2)
+    hidden: int = setting(default=16, most=2**16)
+    noise: float = setting(default=0.0, least=0)
 
-    def __init__(
-        self,
-        function: Literal["linear", "sparse", "network"] = "linear",
-        features: int = 8,
-        examples: int = 20,
-        nonzero: int = 2,
-        hidden: int = 16,
-        noise: float = 0.0,
-        batch_size: int = 64,
-        validation_size: int = 512,
-        seed: int = 0,
-        num_workers: int = 0,
-    ):
-        super().__init__(batch_size, validation_size, seed, num_workers)
-        check_choice("data.function", function, ("linear", "sparse", "network"))
-        for key, value in (("features", features), ("examples", examples), ("hidden", hidden)):
-            check_integer(f"data.{key}", value, most=2**16)
-        if function == "sparse":
-            check_integer("data.nonzero", nonzero, 1, features, advice=f", data.features={features}")
-        check_number("data.noise", noise, least=0)
-        self.function, self.features, self.examples = function, features, examples
-        self.nonzero, self.hidden, self.noise = nonzero, hidden, noise
-        self.length, self.inputs = 2 * examples, features + 1
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.function == "sparse":
+            check_integer("data.nonzero", self.nonzero, 1, self.features, advice=f", data.features={self.features}")
+        self.length, self.inputs = 2 * self.examples, self.features + 1
 
     def describe(self) -> str:
         kind = {"sparse": f"sparse linear ({self.nonzero} of", "network": f"two-layer ({self.hidden} units,"}

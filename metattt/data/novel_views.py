@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from metattt.data.sequences import Part, SequenceData
+from metattt.data.sequences import OF_SEQUENCES, Part, SequenceData
 from metattt.errors import MetaTTTError, check_integer, shown
 from metattt.registry import register
+from metattt.setting import setting
 
 DISTANCE, OPENING = 3.0, 0.35  # of cameras from the middle of a scene; of half a picture at the distance 1
 FLAT = (1.0, 1.0, 0.3)  # cameras stand around a scene rather than above and below it
@@ -14,7 +15,7 @@ GIVEN, ASKED, HIDDEN = 1, -1, 0  # the last number of a token
 
 
 @register(group="data", name="novel_views")
-class NovelViewsData(SequenceData):
+class NovelViewsData(SequenceData, takes=("given", "asked", "spheres", "image_size", "patch_size", *OF_SEQUENCES)):
     """Scenes of coloured spheres on black, lit from above, and n views of each to answer others from (the setting of
     LaCT, arXiv 2505.23884, Sec. 4.1, with scenes that are drawn).
 
@@ -32,32 +33,27 @@ class NovelViewsData(SequenceData):
         batch_size, seed, num_workers: see `SequenceData`.
     """
 
-    trained_by = "ViewJob"
+    trained_by = "metattt.training.sequence_module:ViewJob"
 
-    def __init__(
-        self,
-        given: tuple[int, ...] = (0, 1, 2, 4, 8),
-        asked: int = 2,
-        spheres: int = 2,
-        image_size: int = 16,
-        patch_size: int = 4,
-        batch_size: int = 16,
-        validation_size: int = 64,
-        seed: int = 0,
-        num_workers: int = 0,
-    ):
-        super().__init__(batch_size, validation_size, seed, num_workers)
-        sizes = {"asked": asked, "spheres": spheres, "patch_size": patch_size, "image_size": image_size}
-        for key, value in [*sizes.items(), *(("given", one) for one in given)]:
-            check_integer(f"data.{key}", value, least=int(key != "given"), most=1024)
+    given: tuple[int, ...] = setting(default=(0, 1, 2, 4, 8))
+    asked: int = setting(default=2, most=1024)
+    spheres: int = setting(default=2, most=1024)
+    image_size: int = setting(default=16, most=1024)
+    patch_size: int = setting(default=4, most=1024)
+    batch_size = 16
+    validation_size = 64
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        given, size, patch = tuple(self.given), self.image_size, self.patch_size
+        for one in given:
+            check_integer("data.given", one, least=0, most=1024)
         if not given or list(given) != sorted(set(given)):
             raise MetaTTTError(f"data.given={shown(given)} is not allowed: its numbers must rise, data.given=[1,2,4]")
-        if image_size % patch_size:
-            raise MetaTTTError(f"data.patch_size={patch_size} does not divide data.image_size={image_size}")
-        self.given, self.asked, self.spheres = tuple(given), asked, spheres
-        self.image_size, self.patch_size = image_size, patch_size
-        self.view_tokens = (image_size // patch_size) ** 2
-        self.length, self.colours = (given[-1] + asked) * self.view_tokens, 3 * patch_size**2
+        if size % patch:
+            raise MetaTTTError(f"data.patch_size={patch} does not divide data.image_size={size}")
+        self.given, self.view_tokens = given, (size // patch) ** 2
+        self.length, self.colours = (given[-1] + self.asked) * self.view_tokens, 3 * patch**2
         self.inputs: int = 3 * self.colours + 1
         self.validation_size *= len(given)
 

@@ -170,7 +170,7 @@ def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -
             raise MetaTTTError(
                 f"target={folder} was prepared with {key}={before[key]}, not {value}: choose a new folder"
             )
-    ShardData(str(folder)).setup()
+    ShardData(path=str(folder)).setup()
     return manifest
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from metattt.data.sequences import NO_LABEL, SequenceData
-from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
+from metattt.data.sequences import NO_LABEL, OF_SEQUENCES, SequenceData
+from metattt.errors import MetaTTTError, shown
 from metattt.registry import register
+from metattt.setting import setting
 
 
 @register(group="data", name="recall")
-class RecallData(SequenceData):
+class RecallData(SequenceData, takes=("pairs", "length", "vocab_size", *OF_SEQUENCES)):
     """MQAR (Arora et al., arXiv 2312.04927, Sec. 3 and App.): `k1 v1 … kn vn`, then every key once more, at even places
     of the rest; the label there is its value. The gap i (in steps of two tokens) between the list and a question has a
     probability in proportion to `i^(a − 1)`. All other tokens of the rest are drawn from the whole vocabulary.
@@ -30,40 +31,27 @@ class RecallData(SequenceData):
         MetaTTTError: a size that is not allowed, more pairs than the vocabulary or the sequence has room for.
     """
 
-    vocab_size: int
+    pairs: int = setting(default=8, most=2**20)
+    length: int = setting(default=64, least=4, most=2**24)
+    vocab_size: int = setting(default=256, least=4, most=2**24)
+    overwrite: bool = setting(default=False)
+    gap_power: float = setting(default=0.01, above=0)
 
-    def __init__(
-        self,
-        pairs: int = 8,
-        length: int = 64,
-        vocab_size: int = 256,
-        overwrite: bool = False,
-        gap_power: float = 0.01,
-        batch_size: int = 64,
-        validation_size: int = 512,
-        seed: int = 0,
-        num_workers: int = 0,
-    ):
-        super().__init__(batch_size, validation_size, seed, num_workers)
-        check_integer("data.pairs", pairs, most=2**20)
-        check_integer("data.length", length, 4, 2**24)
-        check_integer("data.vocab_size", vocab_size, 4, 2**24)
-        check_flag("data.overwrite", overwrite)
-        check_number("data.gap_power", gap_power, above=0)
-        self.list_length = 2 * pairs * (2 if overwrite else 1)
-        if pairs > vocab_size // 2 - 1:
+    def check_settings(self) -> None:
+        super().check_settings()
+        self.list_length = 2 * self.pairs * (2 if self.overwrite else 1)
+        keys, need = self.vocab_size // 2 - 1, self.list_length + 2 * self.pairs
+        if self.pairs > keys:
             raise MetaTTTError(
-                f"data.pairs={pairs} need as many keys, and half of the vocabulary has {vocab_size // 2 - 1} beside 0: "
-                f"set data.vocab_size={2 * pairs + 2} or more"
+                f"data.pairs={self.pairs} need as many keys, and half of the vocabulary has {keys} beside 0: set "
+                f"data.vocab_size={2 * self.pairs + 2} or more"
             )
-        if self.list_length + 2 * pairs > length:
+        if need > self.length:
             raise MetaTTTError(
-                f"data.pairs={pairs} data.overwrite={str(overwrite).lower()} need {self.list_length} tokens for the "
-                f"list and {2 * pairs} for the questions: set data.length={self.list_length + 2 * pairs} or more"
+                f"data.pairs={self.pairs} data.overwrite={shown(self.overwrite)} need {self.list_length} tokens for "
+                f"the list and {2 * self.pairs} for the questions: set data.length={need} or more"
             )
-        self.pairs, self.length, self.vocab_size = pairs, length, vocab_size
-        self.overwrite, self.gap_power = overwrite, gap_power
-        gaps = np.arange(1, (length - self.list_length) // 2 + 1, dtype=np.float64) ** (gap_power - 1)
+        gaps = np.arange(1, (self.length - self.list_length) // 2 + 1, dtype=np.float64) ** (self.gap_power - 1)
         self._gaps = gaps / gaps.sum()
 
     def describe(self) -> str:
@@ -71,7 +59,6 @@ class RecallData(SequenceData):
         return f"associative recall: {self.pairs} pairs{again} in {self.length} tokens of {self.vocab_size}"
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        assert self.vocab_size is not None
         half = self.vocab_size // 2
         keys = random.choice(np.arange(1, half), self.pairs, replace=False)
         ids = random.integers(0, self.vocab_size, self.length, dtype=np.int64)

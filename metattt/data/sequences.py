@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import Data, check_loading
+from metattt.data.base import Data
 from metattt.data.windows import Batches
-from metattt.errors import MetaTTTError, check_integer
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from metattt.training.job import Job
+from metattt.errors import MetaTTTError
+from metattt.setting import setting
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
@@ -27,6 +23,8 @@ MOST_KEPT = 2**28  # bytes of held-out sequences in memory
 NO_LABEL = -1  # of a token that nothing is asked at; of numbers it is NaN
 GIVEN, ASKED = 1, -1  # the last number of a token that is given or asked for, where a sequence has both
 Batch = tuple[Tensor, Tensor]
+OF_SEQUENCES = ("batch_size", "validation_size", "seed", "num_workers")
+"""Settings of every kind of sequence, in the order of its constructor."""
 
 
 def home_of(content: bytes) -> Part:
@@ -34,7 +32,7 @@ def home_of(content: bytes) -> Part:
     return {0: "validation", 1: "test"}.get(zlib.crc32(content) % SHARES, "train")  # type: ignore[return-value]
 
 
-class SequenceData(Data):
+class SequenceData(Data, takes=OF_SEQUENCES):
     """Sequences with labels; a kind of sequence says how one is drawn.
 
     Sequence `i` of a split is a function of the split, the seed and `i`: it is the same in every process, whatever was
@@ -51,29 +49,18 @@ class SequenceData(Data):
         length: T, tokens of a sequence.
         inputs: features of a token that is a vector; None: tokens are ids.
         vocab_size: number of different ids; None: tokens are vectors.
-        trained_by: the job in `metattt.training.sequence_module`.
 
     Raises:
         MetaTTTError: a size that is not allowed.
     """
 
     scored_by = "metattt.evaluation.sequences"
-    trained_by = "SequenceJob"
-    length: int
+    trained_by = "metattt.training.sequence_module:SequenceJob"
+    length: int = setting(init=False)
     inputs: int | None = None
     vocab_size: int | None = None
 
-    def __init__(self, batch_size: int, validation_size: int, seed: int, num_workers: int):
-        check_loading(batch_size, seed, num_workers)
-        check_integer("data.validation_size", validation_size, most=2**24)
-        self.batch_size, self.validation_size = batch_size, validation_size
-        self.seed, self.num_workers = seed, num_workers
-
-    def job(self, cfg: DictConfig) -> Job:
-        from metattt.training import sequence_module
-
-        job: Job = getattr(sequence_module, self.trained_by)(cfg, self)
-        return job
+    validation_size: int = setting(default=512, most=2**24)
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """One sequence: ids `[T]` or vectors `[T, F]`, and labels `[T]`: ids with `NO_LABEL`, or numbers with NaN."""

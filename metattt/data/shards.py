@@ -13,9 +13,10 @@ from metattt.data.base import ReadError
 from metattt.data.manifest import DOCUMENTS, TOKENS, read_manifest
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowData, digest_of, dtype_of
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError
 from metattt.io import check_own, checksum, path_of
 from metattt.registry import register
+from metattt.setting import REQUIRED, setting
 
 DOCUMENT_TOKENS = 1024  # of a held-out document, for a sample
 
@@ -86,22 +87,13 @@ class ShardData(WindowData):
             were written.
     """
 
-    def __init__(
-        self,
-        path: str,
-        context_length: int = 2048,
-        batch_size: int = 8,
-        validation_max_tokens: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-        document_reset: bool = False,
-        verify: bool = True,
-    ):
-        super().__init__(context_length, batch_size, seed, num_workers, document_reset)
-        if validation_max_tokens is not None:
-            check_integer("data.validation_max_tokens", validation_max_tokens)
-        self.path, self.validation_max_tokens, self.verify = path, validation_max_tokens, verify
-        self.folder = path_of(path, "data.path")
+    path: str = setting(default=REQUIRED)
+    validation_max_tokens: int | None = setting(default=None)
+    verify: bool = setting(default=True)
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        self.folder = path_of(self.path, "data.path")
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the manifest and checks the files, once."""
@@ -148,11 +140,7 @@ class ShardData(WindowData):
         self.setup()
         border, width, end = self.manifest["splits"]["train"]["tokens"], self.context_length + 1, self.length
         start, stop = {"train": (0, border), "validation": (border, end), "all": (0, end)}[name]
-        if stop - start < width:
-            raise MetaTTTError(
-                f"the {name} text of data.path={self.path} has {stop - start} tokens, fewer than the {width} of one "
-                f"window: set data.context_length={max(1, stop - start - 1)} or less, or prepare more text"
-            )
+        self.check_length(name, stop - start, "prepare more text")
         limited = name != "train" and self.validation_max_tokens is not None
         most = max(1, (self.validation_max_tokens or 0) // width) if limited else None
         return TokenWindows(self.tokens, start, stop, width, most)

@@ -21,9 +21,10 @@ from metattt.composition.messages import first_line
 from metattt.data.sources import FOREIGN, is_local, load
 from metattt.data.tokenizers import Tokenizer, document_tokens, load_tokenizer
 from metattt.data.windows import Batches, Split, WindowData, Windows, digest_of
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError
 from metattt.io import path_of
 from metattt.registry import register
+from metattt.setting import REQUIRED, setting
 
 LONGEST_BLOCK = 2**20  # windows
 BOOKMARKS = 2  # of the blocks read last: a batch may be made before it is asked for
@@ -125,10 +126,6 @@ class StreamWindows:
     def __getitem__(self, index: Sequence[int]) -> np.ndarray:
         return np.stack([self._window(number) for number in index])
 
-    @property
-    def size(self) -> int:
-        return len(self)
-
     def start_at(self, number: int) -> None:
         """Goes to the last bookmark before a window; from there the stream is read without making windows of it."""
         known = [block for block in self.bookmarks if block <= number // self.block]
@@ -152,7 +149,7 @@ class StreamWindows:
 
 
 @register(group="data", name="stream")
-class StreamData(WindowData):
+class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "document_reset")):
     """Windows of a stream that is read while training goes on, in the training process. `data=shards` reads faster, and
     shuffles all of the text.
 
@@ -181,41 +178,27 @@ class StreamData(WindowData):
             validate on.
     """
 
-    def __init__(
-        self,
-        path: str,
-        files: str | list[str] | None = None,
-        config: str | None = None,
-        split: str = "train",
-        validation_split: str | None = None,
-        validation_documents: int = 100,
-        validation_max_tokens: int = 2**20,
-        text_key: str = "text",
-        tokenizer: str = "bytes",
-        context_length: int = 2048,
-        batch_size: int = 8,
-        shuffle: int = 1024,
-        seed: int = 0,
-        document_reset: bool = False,
-    ):
-        super().__init__(context_length, batch_size, seed, 0, document_reset)
-        check_integer("data.validation_documents", validation_documents)
-        check_integer("data.validation_max_tokens", validation_max_tokens)
-        check_integer("data.shuffle", shuffle, most=LONGEST_BLOCK, advice=" (1: in the order of the stream)")
-        path_of(path, "data.path")
-        self.path, self.files, self.config, self.split = path, files, config, split
-        self.validation_split, self.validation_documents = validation_split, validation_documents
-        self.validation_max_tokens, self.text_key = validation_max_tokens, text_key
-        self.tokenizer_name, self.shuffle = tokenizer, shuffle
-        self._train: StreamWindows | None = None
+    path: str = setting(default=REQUIRED)
+    files: str | list[str] | None = setting(default=None)
+    config: str | None = setting(default=None)
+    split: str = setting(default="train")
+    validation_split: str | None = setting(default=None)
+    validation_documents: int = setting(default=100)
+    validation_max_tokens: int = setting(default=2**20)
+    text_key: str = setting(default="text")
+    tokenizer_name: str = setting(default="bytes", alias="tokenizer")
+    shuffle: int = setting(default=1024, most=LONGEST_BLOCK, advice=" (1: in the order of the stream)")
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        path_of(self.path, "data.path")
         self._bookmarks: dict[int, dict[str, Any]] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the stream and reads what is held out, once."""
-        if self._train is not None:
+        if hasattr(self, "_train"):
             return
-        if "tokenizer" not in self.__dict__:
-            self.tokenizer = load_tokenizer(self.tokenizer_name)
+        self.tokenizer = load_tokenizer(self.tokenizer_name)
         self._validation = self._held_out()
         dataset = self._open(self.split)
         if self.validation_split is None:
@@ -257,12 +240,7 @@ class StreamData(WindowData):
                 self._sample = self._sample or text
                 pieces.append(document_tokens(self.tokenizer, text))
                 count += len(pieces[-1])
-        if count < width:
-            raise MetaTTTError(
-                f"the text to validate on has {count} tokens, fewer than the {width} of one window: set "
-                f"data.context_length={max(1, count - 1)} or less, or more data.validation_documents "
-                f"than {self.validation_documents}"
-            )
+        self.check_length("validation", count, f"more data.validation_documents than {self.validation_documents}")
         tokens = np.concatenate(pieces)[: min(count, most) // width * width]
         return tokens.reshape(-1, width)
 
@@ -276,7 +254,6 @@ class StreamData(WindowData):
         if name == "all":
             raise MetaTTTError("split=all: a stream has no end; split=validation reads what is held out")
         self.setup()
-        assert self._train is not None
         return self._train if name == "train" else self._validation
 
     def fingerprint(self) -> str:
@@ -296,7 +273,6 @@ class StreamData(WindowData):
             MetaTTTError: a run without a number of steps.
         """
         self.setup()
-        assert self._train is not None
         if self.place.total is None:
             raise MetaTTTError("a stream has no end: give the number of steps, trainer.max_steps=<steps>")
         batches = Batches(self.batch_size, self.place)
@@ -305,18 +281,18 @@ class StreamData(WindowData):
 
     def state_dict(self) -> dict[str, Any]:
         """Bookmarks of the stream, for a checkpoint: plain data."""
-        if self._train is None:
+        if not hasattr(self, "_train"):
             return {}
-        return {"of": self._settings(), "bookmarks": {str(key): one for key, one in self._train.bookmarks.items()}}
+        return {"of": self._bookmarked(), "bookmarks": {str(key): one for key, one in self._train.bookmarks.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the bookmarks of a checkpoint, if they are of this stream and these windows; without them, it is read
         from its beginning."""
-        if state.get("of") != self._settings():
+        if state.get("of") != self._bookmarked():
             return
         self._bookmarks.update((int(key), dict(one)) for key, one in state["bookmarks"].items())
 
-    def _settings(self) -> list[Any]:
+    def _bookmarked(self) -> list[Any]:
         """What a bookmark is of."""
         named = (self.path, self.files, self.config, self.split, self.text_key, self.tokenizer_name)
         skip = self.validation_documents if self.validation_split is None else 0

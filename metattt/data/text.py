@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -10,12 +11,13 @@ from metattt.data.base import MOST_SEED
 from metattt.data.documents import Document, read_documents
 from metattt.data.tokenizers import ByteTokenizer, Tokenizer, document_tokens
 from metattt.data.windows import Split, WindowData, dtype_of
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.errors import MetaTTTError, check_number
 from metattt.registry import register
+from metattt.setting import setting
 
 
 @register(group="data", name="text")
-class TextData(WindowData):
+class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed", "num_workers", "document_reset")):
     """Files of text, split into training, validation and test by document, cut into windows of bytes.
 
     Args:
@@ -44,41 +46,29 @@ class TextData(WindowData):
             short.
     """
 
-    def __init__(
-        self,
-        path: str | list[str] | None = None,
-        context_length: int = 256,
-        batch_size: int = 16,
-        validation_fraction: float = 0.1,
-        validation_max_bytes: int | None = None,
-        max_bytes: int | None = None,
-        text_key: str = "text",
-        seed: int = 0,
-        num_workers: int = 0,
-        document_reset: bool = False,
-        validation_path: str | list[str] | None = None,
-        test_fraction: float = 0.0,
-        split_seed: int | None = None,
-    ):
-        super().__init__(context_length, batch_size, seed, num_workers, document_reset)
-        check_number("data.validation_fraction", validation_fraction, above=0, below=1)
-        beside = f", so that text to train on is left beside data.validation_fraction={validation_fraction}"
-        check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction, advice=beside)
-        for name, value in (("max_bytes", max_bytes), ("validation_max_bytes", validation_max_bytes)):
-            if value is not None:
-                check_integer(f"data.{name}", value)
-        self.path, self.validation_path = path, validation_path
-        self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
-        if split_seed is not None:
-            check_integer("data.split_seed", split_seed, 0, MOST_SEED)
-        self.test_fraction, self.split_seed = test_fraction, seed if split_seed is None else split_seed
-        self.max_bytes, self.text_key = max_bytes, text_key
-        self.tokenizer: Tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
-        self._documents: list[Document] | None = None
+    unit, baselines = "MB", True
+
+    path: str | list[str] | None = setting(default=None)
+    context_length = 256
+    batch_size = 16
+    validation_fraction: float = setting(default=0.1, above=0, below=1)
+    validation_max_bytes: int | None = setting(default=None)
+    max_bytes: int | None = setting(default=None)
+    text_key: str = setting(default="text")
+    validation_path: str | list[str] | None = setting(default=None)
+    test_fraction: float = setting(default=0.0)
+    split_seed: int | None = setting(default=None, least=0, most=MOST_SEED)
+
+    def configure(self) -> None:
+        self.tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
         self._held_out: list[Document] = []  # of `validation_path`
         self._windows: dict[Split, np.ndarray] = {}
 
-    unit, baselines = "MB", True
+    def check_settings(self) -> None:
+        super().check_settings()
+        beside = f", so that text to train on is left beside data.validation_fraction={self.validation_fraction}"
+        below = 1 - self.validation_fraction
+        check_number("data.test_fraction", self.test_fraction, least=0, below=below, advice=beside)
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the documents, once."""
@@ -94,19 +84,21 @@ class TextData(WindowData):
     def sample_document(self) -> bytes:
         return self.split("validation")[0]
 
-    @property
+    @cached_property
     def documents(self) -> list[Document]:
         """All documents, in a random order that depends on their names alone."""
-        if self._documents is None:
-            if self.validation_path is not None:
-                self._held_out = self._read(self.validation_path, "data.validation_path")
-            self._documents = self._read(self.path, "data.path")
-        return self._documents
+        if self.validation_path is not None:
+            self._held_out = self._read(self.validation_path, "data.validation_path")
+        return self._read(self.path, "data.path")
+
+    @property
+    def _split_seed(self) -> int:
+        return self.seed if self.split_seed is None else self.split_seed
 
     def _read(self, path: str | Sequence[str] | None, key: str) -> list[Document]:
         given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path
         documents = read_documents(given, self.text_key, key)
-        documents.sort(key=lambda document: (document.share(self.split_seed), document.key))
+        documents.sort(key=lambda document: (document.share(self._split_seed), document.key))
         if self.test_fraction:
             seen = {document.text for document in self._held_out}
             first: dict[bytes, Document] = {}
@@ -140,7 +132,7 @@ class TextData(WindowData):
                 "data.test_fraction=0"
             )
         # they are in the order of their shares, and every split has one at least
-        below = [sum(one.share(self.split_seed) < edge for one in documents) for edge in (shares[0], sum(shares))]
+        below = [sum(one.share(self._split_seed) < edge for one in documents) for edge in (shares[0], sum(shares))]
         validation = min(max(below[0], 1), count - splits + 1) if shares[0] else 0
         test = min(max(below[1] - below[0], 1), count - validation - 1) if shares[1] else 0
         chosen = {
@@ -158,13 +150,9 @@ class TextData(WindowData):
         """
         if name not in self._windows:
             stream = self._stream(name)
+            self.check_length(name, len(stream), "give more text")
             width = self.context_length + 1
             count = len(stream) // width
-            if not count:
-                raise MetaTTTError(
-                    f"the {name} text of data.path={self.path} has {len(stream)} tokens, fewer than the {width} of "
-                    f"one window: give more text, or set data.context_length={max(1, len(stream) - 1)} or less"
-                )
             windows = stream[: count * width].reshape(count, width)
             if name != "train" and self.validation_max_bytes is not None:
                 keep = min(count, max(1, self.validation_max_bytes // width))

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import ALONE, Data, Place, check_loading
+from metattt.data.base import ALONE, Data, Place
 from metattt.data.tokenizers import Tokenizer
-from metattt.errors import MetaTTTError, check_flag, check_integer
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from metattt.training.job import Job
+from metattt.errors import MetaTTTError
+from metattt.setting import setting
 
 Split = Literal["train", "validation", "test", "all"]
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
@@ -124,7 +120,7 @@ def batches_in_order(num_windows: int, batch_size: int, place: Place) -> list[li
     return batches
 
 
-class WindowData(Data):
+class WindowData(Data, takes=("context_length", "batch_size", "seed", "num_workers", "document_reset")):
     """Windows of text; subclasses say what the windows of a split are.
 
     Args:
@@ -138,22 +134,15 @@ class WindowData(Data):
         MetaTTTError: a size that is not allowed.
     """
 
+    trained_by = "metattt.training.text_module:TextJob"
     windows_of_text = True
     baselines = False  #: byte models are counted on it, for comparison: it is bytes, in memory
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = setting(init=False)
     unit = "M tokens"  #: of the sizes that people are shown
 
-    def __init__(self, context_length: int, batch_size: int, seed: int, num_workers: int, document_reset: bool):
-        check_integer("data.context_length", context_length, most=2**40)
-        check_loading(batch_size, seed, num_workers)
-        check_flag("data.document_reset", document_reset)
-        self.context_length, self.batch_size = context_length, batch_size
-        self.seed, self.num_workers, self.document_reset = seed, num_workers, document_reset
-
-    def job(self, cfg: DictConfig) -> Job:
-        from metattt.training.text_module import TextJob
-
-        return TextJob(cfg, self)
+    context_length: int = setting(default=2048, most=2**40)
+    batch_size = 8
+    document_reset: bool = setting(default=False)
 
     def fingerprint(self) -> str | None:
         return digest_of(*(self.windows(name)[:] for name in ("train", "validation")))
@@ -171,6 +160,14 @@ class WindowData(Data):
     def windows(self, name: Split) -> Any:
         """The windows of one split, `[N, T + 1]`, one after the other and without overlap: see `Windows`."""
         raise NotImplementedError
+
+    def check_length(self, name: str, count: int, way: str) -> None:
+        """Raises an error for a split of `count` tokens that hold no window; `way` leads to more."""
+        if count <= self.context_length:
+            raise MetaTTTError(
+                f"the {name} text of {self.source} has {count} tokens, fewer than the {self.context_length + 1} of one "
+                f"window: set data.context_length={max(1, count - 1)} or less, or {way}"
+            )
 
     def check_no_test(self, name: Split) -> None:
         """Raises an error for the split `test`, which only `data=text` keeps."""

@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, NotFinite, check_choice
+from metattt.errors import NotFinite, check_choice, check_integer
 from metattt.evaluation.output import table
 from metattt.models.language_model import LanguageModel
 
@@ -85,8 +85,7 @@ def score(
     Raises:
         MetaTTTError: a segment that is not positive; `NotFinite`, a loss that is none.
     """
-    if segment < 1:
-        raise MetaTTTError(f"segment={segment} is not allowed: a call of the model reads at least 1 token")
+    check_integer("segment", segment)
     device = next(model.parameters()).device
     nats: list[Tensor] = []
     num_bytes: list[Tensor] = []
@@ -136,8 +135,7 @@ def bin_edges(length: int, bins: str, count: int) -> list[int]:
         MetaTTTError: an unknown kind, or no bin.
     """
     check_choice("bins", bins, BINS)
-    if count < 1:
-        raise MetaTTTError(f"num_bins={count} is not allowed: it must be at least 1")
+    check_integer("num_bins", count)
     if bins == "none":
         return list(range(length + 1))
     edges = np.geomspace(1, length + 1, count + 1) - 1 if bins == "log" else np.linspace(0, length, count + 1)

@@ -17,8 +17,9 @@ from rich.console import Console
 from metattt.checkpoints.files import SAFETENSORS, find_checkpoint, home
 from metattt.checkpoints.record import modules
 from metattt.checkpoints.trained import Trained, load_model, open_trained
+from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.evaluation.output import Report, report
 
 TEXT = "metattt.evaluation.text"  # scores models of text, and those of data that names no other module
@@ -91,6 +92,10 @@ class Evaluation:
         """The model, in evaluation mode."""
         return load_model(self.known[label].path, self.device, self.trust)[0]
 
+    def data(self, source: dict[str, Any]) -> Any:
+        """The data set of a configuration."""
+        return instantiate_part(OmegaConf.create({"data": source}), "data")
+
     def report(self, name: str) -> AbstractContextManager[Report]:
         """The files that are written: in `output_dir`, or beside the first checkpoint."""
         first = next(iter(self.known.values()))
@@ -108,8 +113,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     """
     chosen = settings(EvalSettings, cfg, checkpoint=NO_CHECKPOINT)
     check_choice("split", chosen.split, ("train", "validation", "test", "all"))
-    if chosen.inner_loss_windows < 1:
-        raise MetaTTTError(f"inner_loss_windows={chosen.inner_loss_windows} is not allowed: it must be at least 1")
+    check_integer("inner_loss_windows", chosen.inner_loss_windows)
     device, trust = pick_device(chosen.device), modules(chosen.trust)
     files = checkpoints(chosen.checkpoint)
     names = labels(files, chosen.labels)

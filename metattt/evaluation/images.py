@@ -8,19 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import track
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.files import home
 from metattt.checkpoints.trained import Trained
-from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of
-from metattt.evaluation.output import check_same, table
+from metattt.evaluation.output import check_same, finite, table, tracked
 from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.registry import PARAMETERS
 
@@ -65,11 +61,11 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
             f"split={chosen.split} is for text: images are evaluated on those held out, split=validation or split=test"
         )
     sources = {name: _source(one, job.changes) for name, one in job.known.items()}
-    check_same(list(sources), list(sources.values()), OF_LOADING, "images", CHANGES)
+    check_same(sources, OF_LOADING, "images", CHANGES)
     scores: dict[str, ImageScores] = {}
     for name, source in sources.items():
         model = job.model(name)
-        data: Images = instantiate_part(OmegaConf.create({"data": source}), "data")
+        data: Images = job.data(source)
         data.evaluation = job.known[name].evaluation or data.evaluation
         data.setup()
         loader = data.test_dataloader() if chosen.split == "test" else data.val_dataloader()
@@ -130,13 +126,11 @@ def score(model: Any, loader: DataLoader[Any], inner: int = 0) -> ImageScores:
     device = next(model.parameters()).device
     nats = first = among = count = 0.0
     curves: dict[int, list[float]] = {}
-    for images, labels in track(loader, "images", console=Console(stderr=True), transient=True):
+    for images, labels in tracked(loader, "images"):
         images, labels = images.to(device), labels.to(device)
         if (wrong := labels[(labels < NO_LABEL) | (labels >= model.num_classes)]).numel():
             raise MetaTTTError(f"an image has the label {wrong[0]}, and the model has {model.num_classes} classes")
-        logits = model(images).float()
-        if not logits.isfinite().all():
-            raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
+        logits = finite(model(images).float())
         found = logits.topk(min(FIRST, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
         nats += F.cross_entropy(logits, labels, reduction="sum", ignore_index=NO_LABEL).item()
         first += found[:, 0].sum().item()
@@ -157,16 +151,3 @@ def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> N
     if curves:
         steps = map(str, range(max(map(len, curves)) - 2))
         console.print(table("inner loss, before the first step and after each", ("model", "block", *steps), curves))
-
-
-def probabilities(model: Any, images: Tensor) -> Tensor:
-    """Images `[B, C, h, w]` to probabilities of classes `[B, classes]`, on the CPU.
-
-    Raises:
-        MetaTTTError: predictions that are not finite.
-    """
-    with torch.no_grad():
-        found = model(images.to(next(model.parameters()).device)).float().softmax(1).cpu()
-    if not found.isfinite().all():
-        raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
-    return found

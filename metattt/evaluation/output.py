@@ -7,14 +7,18 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.io import path_of
 from metattt.optional import absence
+
+T = TypeVar("T")
 
 
 class Report:
@@ -125,16 +129,26 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     return made
 
 
+def tracked(batches: Iterable[T], what: str) -> Iterable[T]:
+    """Batches, with a bar on the terminal while they are read."""
+    return track(batches, what, console=Console(stderr=True), transient=True)
+
+
+def finite(predictions: Tensor) -> Tensor:
+    """The predictions of a model; those that are not finite raise an error."""
+    if not predictions.isfinite().all():
+        raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
+    return predictions
+
+
 def check_same(
-    names: Sequence[str], sources: Sequence[dict[str, Any]], ignored: Sequence[str], what: str,
-    changes: Sequence[str] = (),
+    sources: Mapping[str, dict[str, Any]], ignored: Sequence[str], what: str, changes: Sequence[str] = (),
     advice: str = "evaluate them one after the other",
 ) -> None:  # fmt: skip
     """Refuses to compare models on different data.
 
     Args:
-        names: of the models.
-        sources: the fields of their data.
+        sources: label of a model -> the fields of its data.
         ignored: fields that do not choose the data.
         what: the data are, in the message.
         changes: fields that the command line can set.
@@ -143,11 +157,11 @@ def check_same(
     Raises:
         MetaTTTError: naming the first field that differs.
     """
-    for name, source in zip(names[1:], sources[1:], strict=True):
-        for key in sorted(sources[0].keys() | source.keys()):
-            if key not in ignored and sources[0].get(key) != source.get(key):
+    (first, known), *others = sources.items()
+    for name, source in others:
+        for key in sorted(known.keys() | source.keys()):
+            if key not in ignored and known.get(key) != source.get(key):
                 raise MetaTTTError(
-                    f"{names[0]} and {name} have different {what}, data.{key} is {sources[0].get(key)} and "
-                    f"{source.get(key)}: "
+                    f"{first} and {name} have different {what}, data.{key} is {known.get(key)} and {source.get(key)}: "
                     f"{f'set data.{key}' if key in changes else advice}"
                 )

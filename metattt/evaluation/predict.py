@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,8 +24,8 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.base import MOST_ROWS
 from metattt.data.images import CorruptImage
 from metattt.errors import MetaTTTError, check_choice, check_integer
-from metattt.evaluation.images import drawn_alike, probabilities
-from metattt.evaluation.output import report, table
+from metattt.evaluation.images import drawn_alike
+from metattt.evaluation.output import finite, report, table, tracked
 from metattt.io import path_of
 from metattt.optional import need
 
@@ -125,9 +125,9 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     loader = DataLoader(data, chosen.batch_size, num_workers=chosen.num_workers)
     predictions: list[Prediction] = []
     top, skipped = min(chosen.top, model.num_classes), 0
-    with drawn_alike(model):
-        for images, numbers in track(loader, "pictures", console=Console(stderr=True), transient=True):
-            likeliest = probabilities(model, images).topk(top, dim=1)
+    with torch.no_grad(), drawn_alike(model):
+        for images, numbers in tracked(loader, "pictures"):
+            likeliest = finite(model(images.to(device)).float()).softmax(1).topk(top, dim=1)
             rows = zip(numbers.tolist(), likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
             for number, classes, shares in rows:
                 if number < 0:

@@ -6,16 +6,12 @@ from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
-from metattt.composition.instantiate import instantiate_part
 from metattt.data.sequences import Part, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of, scored_by
-from metattt.evaluation.output import check_same, table
+from metattt.evaluation.output import check_same, finite, table, tracked
 from metattt.measures.labelled import answers, losses_and_hits
 
 OF_TRAINING = ("seed", "batch_size", "num_workers")  # fields of the data that do not choose the sequences
@@ -55,11 +51,11 @@ def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
                 f"{one.path} was not trained on synthetic sequences, and others were: evaluate them one after the other"
             )
     sources = {name: data_of(one) for name, one in job.known.items()}
-    check_same(list(sources), list(sources.values()), OF_TRAINING, "sequences")
+    check_same(sources, OF_TRAINING, "sequences")
     scores: dict[str, SequenceScores] = {}
     for name, source in sources.items():
         model = job.model(name)
-        data: SequenceData = instantiate_part(OmegaConf.create({"data": source}), "data")
+        data: SequenceData = job.data(source)
         scores[name] = score(model, data, chosen.split)  # type: ignore[arg-type]
     columns = ("model", "sequences", "accuracy %", "loss", "loss, first question", "last question")
     job.console.print(table(f"{chosen.split} sequences", columns, starmap(_row, scores.items())))
@@ -82,11 +78,9 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
     """
     device = next(model.parameters()).device
     losses, hits, count = [], [], 0
-    for batch in track(data.loader(part), "sequences", console=Console(stderr=True), transient=True):
+    for batch in tracked(data.loader(part), "sequences"):
         found, labels = answers(model, *(one.to(device) for one in batch))
-        if not found.isfinite().all():
-            raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
-        loss, hit = losses_and_hits(found, labels)
+        loss, hit = losses_and_hits(finite(found), labels)
         count += len(batch[0])
         losses.append(loss.double().cpu().view(len(batch[0]), -1))  # every sequence has as many questions
         hits += [] if hit is None else [hit.double().cpu().view(len(batch[0]), -1)]

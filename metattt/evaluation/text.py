@@ -3,19 +3,13 @@ inner loops."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from rich.console import Console
-from rich.progress import track
-
 from metattt.checkpoints.files import home
 from metattt.checkpoints.trained import Trained
-from metattt.composition.instantiate import instantiate_part
 from metattt.data.manifest import MANIFEST
 from metattt.data.shards import ShardData
 from metattt.data.text import TextData
@@ -25,7 +19,7 @@ from metattt.errors import MetaTTTError, NotFinite
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import EvalData, Evaluation, data_of
-from metattt.evaluation.output import check_same, table
+from metattt.evaluation.output import check_same, table, tracked
 from metattt.measures import inner_loss
 from metattt.registry import PARAMETERS
 
@@ -53,12 +47,10 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
         if tokenizer.identity != tokenizers[0].identity:
             raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
-    _check_same_text(names, list(texts.values()), split)
-    data: WindowData = instantiate_part(OmegaConf.create({"data": texts[names[0]]}), "data")
+    _check_same_text(texts, split)
+    data: WindowData = job.data(texts[names[0]])
     data.read_as(tokenizers[0])
     edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
-
-    shown: Any = partial(track, console=Console(stderr=True), transient=True)
     scores: dict[str, Scores] = {}
     curves: dict[str, dict[int, inner_loss.Curves]] = {}
     for name, text in texts.items():
@@ -66,12 +58,12 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         start = data.tokenizer.separator if text.get("document_reset") else None
         sizes, count = data.tokenizer.token_bytes, chosen.inner_loss_windows
         try:
-            scores[name] = score(model, shown(data.loader(split), "evaluating"), sizes, chosen.segment, start)
+            scores[name] = score(model, tracked(data.loader(split), "evaluating"), sizes, chosen.segment, start)
             skipped = inner_loss.unmeasured(model) if chosen.inner_loss else {}
             for number, reason in skipped.items():
                 job.console.print(f"no inner-loss curves of {name}, layer {number}: {reason}", markup=False)
             if chosen.inner_loss and len(skipped) < len(model.blocks):
-                windows = shown(data.loader(split), "inner losses")
+                windows = tracked(data.loader(split), "inner losses")
                 curves[name] = inner_loss.average(model, windows, count, chosen.segment)
         except NotFinite as error:
             raise MetaTTTError(f"{job.known[name].path}: {error}") from error
@@ -119,11 +111,15 @@ def _text(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
     return run | given
 
 
-def _check_same_text(names: Sequence[str], texts: Sequence[dict[str, Any]], split: Split) -> None:
+def _check_same_text(texts: Mapping[str, dict[str, Any]], split: Split) -> None:
     """Refuses a comparison on different texts, or on a text that one of the two was trained on. Fields that only one
     kind of text has are not compared."""
-    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else () if texts[0].get("split_seed") is None else ("seed",))
-    for name, text in zip(names[1:], texts[1:], strict=True):
-        common = [{key: one[key] for key in texts[0].keys() & text.keys()} for one in (texts[0], text)]
+    (first, known), *others = texts.items()
+    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else () if known.get("split_seed") is None else ("seed",))
+    for name, text in others:
+        common = {
+            label: {key: one[key] for key in known.keys() & text.keys()}
+            for label, one in ((first, known), (name, text))
+        }
         advice = "compare them with split=all data.path=<a text that none has seen>"
-        check_same((names[0], name), common, ignored, "texts", tuple(vars(EvalData())), advice)
+        check_same(common, ignored, "texts", tuple(vars(EvalData())), advice)

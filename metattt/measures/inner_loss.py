@@ -4,21 +4,19 @@ Fig. 7)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from metattt.combined import Combined
 from metattt.errors import MetaTTTError, NotFinite
-from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.measures.inner_steps import before_each, read_in_pieces
 from metattt.models.language_model import LanguageModel
-from metattt.state import WHOLE_CALL, State, Tensors
+from metattt.state import WHOLE_CALL, State
 
 Curves = dict[str, Tensor]
 COLUMNS = ("position", "init", "step_0", "step_1", "target_variance")
@@ -61,12 +59,15 @@ def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) ->
             "(data.context_length)"
         )
     period = math.lcm(*sizes)
-    recorders = {index: _Recorder(layer) for index, layer in layers.items()}
-    with torch.no_grad(), before_each(layers, lambda index, x, state: recorders[index].look(x, state)):
+    seen: dict[int, list[Curves]] = {index: [] for index in layers}  # of each mini-batch
+    with (
+        torch.no_grad(),
+        before_each(layers, lambda index, x, state: seen[index].extend(_mini_batches(layers[index], x, state))),
+    ):
         state = None
         for piece in ids.split(max(1, segment // period) * period, dim=1):  # each begins with a mini-batch
             _, state = model.features(piece, state)
-    return {index: recorder.curves() for index, recorder in recorders.items()}
+    return {index: _curves(found, layers[index].optimizer.mini_batch_size) for index, found in seen.items()}
 
 
 def unmeasured(model: LanguageModel) -> dict[int, str]:
@@ -92,7 +93,7 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
     return reasons
 
 
-def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segment: int) -> dict[int, Curves]:
+def average(model: LanguageModel, loader: Iterable[Tensor], windows: int, segment: int) -> dict[int, Curves]:
     """`inner_loss_curves`, averaged over the first windows of a text.
 
     Args:
@@ -120,42 +121,29 @@ def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segm
     return {index: {name: values / total for name, values in curves.items()} for index, curves in sums.items()}
 
 
-class _Recorder:
-    """Follows one layer: runs its own inner loop one mini-batch at a time, and looks in between."""
-
-    def __init__(self, layer: TTTLayer):
-        self.layer = layer
-        self.errors: dict[str, list[Tensor]] = {"init": [], "step_0": [], "step_1": []}
-        self.targets: list[Tensor] = []  # [B, H, d] of the last token of each mini-batch
-        self.target_sum: Tensor | float = 0.0  # [B, H, d] over all tokens
-
-    def look(self, x: Tensor, state: State | None) -> None:
-        """Reads what the layer is about to read."""
-        size = self.layer.optimizer.mini_batch_size
-        for tokens, begun, before, after in read_in_pieces(self.layer, x, state, [size] * (x.shape[1] // size)):
-            wide = tokens.map(lambda view: view.to(tokens.gates.eta.dtype))  # noqa: B023
-            self._record(wide, {"init": begun, "step_0": before, "step_1": after}, tokens.k.dtype)
-
-    def _record(self, tokens: Tokens, weights: dict[str, Tensors], matmul_dtype: torch.dtype) -> None:
-        learner, k, v = self.layer.learner, tokens.k, tokens.v
-        slow = {name: value.to(k.dtype) for name, value in learner.slow.items()}
+def _mini_batches(layer: TTTLayer, x: Tensor, state: State | None) -> Iterator[Curves]:
+    """Runs the inner loop of a layer on what it is about to read. Of each mini-batch: its errors by name, and the
+    targets `[B, H, d]`, the `last` one and the `sum` of all."""
+    learner, size = layer.learner, layer.optimizer.mini_batch_size
+    for tokens, *weights in read_in_pieces(layer, x, state, [size] * (x.shape[1] // size)):
+        k, v = (view.to(tokens.gates.eta.dtype) for view in (tokens.k, tokens.v))
+        slow, found = {name: value.to(k.dtype) for name, value in learner.slow.items()}, {}
         with torch.autocast(k.device.type, enabled=False):
-            for name, fast in weights.items():
+            for name, fast in zip(("init", "step_0", "step_1"), weights, strict=True):
                 # all tokens of the mini-batch are predicted: a learner that mixes tokens sees those before the last one
-                predicted = learner.predict(FastWeights(fast, slow, matmul_dtype), k)[:, :, -1]
-                self.errors[name].append((predicted - v[:, :, -1]).square().mean())
+                predicted = learner.predict(FastWeights(fast, slow, tokens.k.dtype), k)[:, :, -1]
+                found[name] = (predicted - v[:, :, -1]).square().mean()
         target = v - k if learner.residual else v
-        self.targets.append(target[:, :, -1])
-        self.target_sum = self.target_sum + target.sum(2)
+        yield {**found, "last": target[:, :, -1], "sum": target.sum(2)}
 
-    def curves(self) -> Curves:
-        """`[T // b]` numbers by name."""
-        size = self.layer.optimizer.mini_batch_size
-        curves = {name: torch.stack(errors) for name, errors in self.errors.items()}
-        mean = self.target_sum / (len(self.targets) * size)
-        curves["target_variance"] = torch.stack([(target - mean).square().mean() for target in self.targets])
-        curves["position"] = torch.arange(1, len(self.targets) + 1) * size
-        return curves
+
+def _curves(found: Sequence[Curves], size: int) -> Curves:
+    """`[T // b]` numbers by name, of what `_mini_batches` of `size` tokens have."""
+    curves = {name: torch.stack([one[name] for one in found]) for name in ("init", "step_0", "step_1")}
+    mean = sum(one["sum"] for one in found) / (len(found) * size)
+    curves["target_variance"] = torch.stack([(one["last"] - mean).square().mean() for one in found])
+    curves["position"] = torch.arange(1, len(found) + 1) * size
+    return curves
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

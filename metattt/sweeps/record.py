@@ -65,11 +65,8 @@ def read_cell(folder: Path) -> Cell | None:
         return None
     content = read_object(file, 2**26)
     good = content.pop("version", None) == 1 and content.keys() == TYPES.keys()
-    if (
-        not good
-        or not all(isinstance(content[key], kind) for key, kind in TYPES.items())
-        or not all(isinstance(one, str) for one in (*content["swept"], *content["fixed"]))
-    ):
+    good = good and all(isinstance(content[key], kind) for key, kind in TYPES.items())
+    if not good or not all(isinstance(one, str) for one in (*content["swept"], *content["fixed"])):
         raise MetaTTTError(
             f"{file} was not written by a sweep of this version: move it, or choose another hydra.sweep.dir"
         )

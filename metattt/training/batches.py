@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning
+from lightning import Trainer
 
 from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
@@ -56,7 +56,7 @@ def plan_batches(
     return size, share // size
 
 
-def batch_share(trainer: lightning.Trainer) -> tuple[int, int]:
+def batch_share(trainer: Trainer) -> tuple[int, int]:
     """This process's place among those that read different windows, and their number.
 
     Raises:
@@ -89,7 +89,7 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
     return world_size // together
 
 
-def validate_between_steps(trainer: lightning.Trainer) -> None:
+def validate_between_steps(trainer: Trainer) -> None:
     """Interprets `trainer.val_check_interval` as steps (or a share of them), not batches, so that it does not depend on
     the number of processes; for data whose loader covers the whole run."""
     interval = trainer.val_check_interval

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from metattt.errors import MetaTTTError, check_integer
@@ -48,12 +48,12 @@ class Progress(TQDMProgressBar):
         self.validated = self.first = 0  # the steps of the last validation, and at which this process began
         self.began = 0.0
 
-    def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         if time.monotonic() - self.read_at >= REST:
             self.metrics, self.read_at = self._read(trainer), time.monotonic()
         return self.metrics
 
-    def _read(self, trainer: lightning.Trainer) -> dict[str, Any]:
+    def _read(self, trainer: Trainer) -> dict[str, Any]:
         """The metrics to show. Waits for the device."""
         at = f" (step {self.validated})"
         names = {
@@ -68,17 +68,15 @@ class Progress(TQDMProgressBar):
         known = trainer.callback_metrics
         return {short: format(known[name].item(), digits) for name, (short, digits) in names.items() if name in known}
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self.began, self.first = time.monotonic(), trainer.global_step
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         self.validated = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         step, steps = trainer.global_step, trainer.max_steps
         every = max(1, steps // self.lines) if steps > 0 else 100
@@ -93,7 +91,7 @@ class Progress(TQDMProgressBar):
 
 
 @register(group="callback", name="loss_curve")
-class LossCurve(lightning.Callback):
+class LossCurve(Callback):
     """A metric of the run's log (`logger=csv`) against steps, as a PNG: training, validation, and baselines as dashed
     lines. When a language model has been trained, a second panel: the loss of its inner loops before and after each
     step, by position in a window.
@@ -125,16 +123,16 @@ class LossCurve(lightning.Callback):
         self.inner: dict[int, Curves] | None = None  # at the end of the run
         self.next = -math.inf  # the moment from which on it may be drawn again
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step and trainer.is_global_zero and time.monotonic() >= self.next:
             self._draw(trainer)
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             self.inner = self._inner_losses(trainer, pl_module)
             self._draw(trainer)
 
-    def _draw(self, trainer: lightning.Trainer) -> None:
+    def _draw(self, trainer: Trainer) -> None:
         began, rows = time.monotonic(), logged_rows(trainer)
         points = {
             part: [(int(row[STEP]), float(value)) for row in rows if (value := row.get(f"{part}/{self.metric}"))]
@@ -154,7 +152,7 @@ class LossCurve(lightning.Callback):
         try:
             with apart_from_the_run(pl_module.device):  # views may be random
                 whole = (real for batch in batches.val_dataloader() if len(real := batch[(batch >= 0).all(1)]))
-                return average(model.eval(), whole, self.inner_windows, segment=2048)  # type: ignore[arg-type]
+                return average(model.eval(), whole, self.inner_windows, segment=2048)
         except MetaTTTError:  # no layer with an inner loss, or one that is not finite: the curve is drawn without
             return None
         finally:

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning
+from lightning import Trainer
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
 from metattt.checkpoints.rolling import set_aside
 from metattt.io import write_whole
@@ -54,12 +55,13 @@ class CSVLog(Logger):
         Raises:
             OSError: it cannot be written.
         """
-        row = {STEP: str(step), **{name: str(_number(value)) for name, value in metrics.items()}}
+        plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        row = {STEP: str(step), **{name: str(value) for name, value in plain.items()}}
         if not set(row) <= set(self.columns):
             self._write_anew(sorted({*self.columns, *row}), read_rows(self.path)[0] if self.columns else [])
         if self._file is None:
             self._file = self.path.open("a", newline="", encoding="utf-8")
-        self._file.write(_line([row.get(name, "") for name in self.columns]))
+        csv.DictWriter(self._file, self.columns).writerow(row)
         self._file.flush()
 
     def sync(self) -> None:
@@ -103,26 +105,19 @@ class CSVLog(Logger):
         """Replaces the file by a new one."""
         self.finalize("")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [_line(columns), *(_line([row.get(name, "") for name in columns]) for row in rows)]
-        write_whole(self.path, "".join(lines).encode())
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(self.path, text.getvalue().encode())
         self.columns = list(columns)
 
 
-def logs_of(trainer: lightning.Trainer) -> list[CSVLog]:
+def logs_of(trainer: Trainer) -> list[CSVLog]:
     """Our CSV loggers among the loggers of a run."""
     return [logger for logger in trainer.loggers if isinstance(logger, CSVLog)]
 
 
-def logged_rows(trainer: lightning.Trainer) -> list[Row]:
+def logged_rows(trainer: Trainer) -> list[Row]:
     """The rows of a run's CSV log so far; empty without one."""
     return next((read_rows(log.path)[0] for log in logs_of(trainer)), [])
-
-
-def _number(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
-
-
-def _line(values: Sequence[str]) -> str:
-    line = io.StringIO(newline="")
-    csv.writer(line).writerow(values)
-    return line.getvalue()

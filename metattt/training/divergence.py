@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import lightning
 import torch
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,7 @@ NAMED = 3  # parameters named in a message; the others are counted
 
 
 @register(group="callback", name="divergence", version=2)
-class Divergence(lightning.Callback):
+class Divergence(Callback):
     """Checks every step before its update: the loss of every batch, and the norm of the gradient. Weights are checked
     before they are validated or written, so that no checkpoint has NaN or infinity.
 
@@ -56,30 +56,24 @@ class Divergence(lightning.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped = list(state_dict["skipped"])
 
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _refuse_nan(pl_module, False)  # it reaches the loss, which all processes see
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _refuse_nan(pl_module, True)
 
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         _refuse_nan(pl_module, True)
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.losses = []
 
-    def on_before_backward(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self.losses.append(loss.detach())
 
     def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -90,26 +84,24 @@ class Divergence(lightning.Callback):
             for parameter in parameters:  # without a gradient no optimizer touches a parameter, or its moments
                 parameter.grad = None
 
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_weights(trainer, pl_module)
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = trainer.callback_metrics.get("validation/loss")
         if trainer.state.fn == TrainerFn.FITTING and loss is not None and not torch.isfinite(loss):
             say(trainer, f"step {trainer.global_step}: the validation loss is {loss.item()}; {advice(pl_module)}")
 
-    def on_save_checkpoint(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._check_weights(trainer, pl_module)
 
-    def _check_weights(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if _agreed(trainer, overflows(parameter for group in groups for parameter in group["params"])):
             self._react(trainer, pl_module, trainer.global_step)
 
-    def _react(self, trainer: lightning.Trainer, pl_module: Any, step: int) -> None:
+    def _react(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Returns if the run can continue without the update of a step, or raises an error."""
         weights, text = diagnose(pl_module.model, self.losses)
         found, ending = f"step {step}: {text}", advice(pl_module)
@@ -188,7 +180,7 @@ def listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
 
 
-def _agreed(trainer: lightning.Trainer, *flags: Tensor | None) -> bool:
+def _agreed(trainer: Trainer, *flags: Tensor | None) -> bool:
     """Whether a flag is raised in any process. Here the host waits for the device."""
     raised = [flag for flag in flags if flag is not None] or [torch.zeros((), device=trainer.strategy.root_device)]
     return bool(trainer.strategy.reduce(torch.stack(raised).sum(), reduce_op="sum") > 0)
@@ -201,7 +193,7 @@ def _refuse_nan(module: nn.Module, refuse: bool) -> None:
             one.refuse_nan = refuse
 
 
-def say(trainer: lightning.Trainer, line: str) -> None:
+def say(trainer: Trainer, line: str) -> None:
     """Prints a line for the user, from one of several processes."""
     if trainer.is_global_zero:
         print(line, file=sys.stderr, flush=True)

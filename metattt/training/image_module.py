@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
+from lightning import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.record import make_record
-from metattt.data.images import NO_LABEL, Batch, Images
+from metattt.data.images import NO_LABEL, Batch
 from metattt.errors import MetaTTTError
 from metattt.measures.flops import flops_per_image
 from metattt.training.job import Job, OuterLoop
@@ -78,21 +77,14 @@ class ImageClassification(OuterLoop):
 
 
 class ImageJob(Job):
-    """Image classification.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data module; read and checked against the model here.
-
-    Raises:
-        MetaTTTError: images that cannot be read, or of another size, other channels or more classes than the model's.
-    """
+    """Image classification."""
 
     kind = unit = "images"
+    mixup = False
 
-    def __init__(self, cfg: DictConfig, data: Images):
-        super().__init__(cfg, data)
-        self.mixup = False
+    def check(self) -> None:
+        """Refuses images that cannot be read, or of another size, other channels or more classes than the model's."""
+        cfg, data = self.cfg, self.data
         if "num_classes" not in cfg.model:
             raise MetaTTTError(
                 "images need a model for images: set model=vision_transformer, or choose experiment=digits_pixel"
@@ -115,7 +107,7 @@ class ImageJob(Job):
         record = make_record(self.cfg, data=self.data.fingerprint(), **classes, **evaluation)
         return ImageClassification(model, recipe, record)
 
-    def prepare(self, trainer: lightning.Trainer) -> None:
+    def prepare(self, trainer: Trainer) -> None:
         super().prepare(trainer)
         if self.mixup and self.data.batch_size % 2:
             raise MetaTTTError(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import lightning
 import torch
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from metattt.errors import check_integer
+from metattt.declared import WithSettings
 from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health, learning
 from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.training.divergence import listed, say
 from metattt.training.random_state import apart_from_the_run
 
@@ -22,7 +23,7 @@ FORGETTING = 0.5  # an α below this halves the weights with every token
 
 
 @register(group="callback", name="inner_health")
-class InnerHealth(lightning.Callback):
+class InnerHealth(WithSettings, Callback):
     """Checks the inner loops of every layer on the first windows of a validation, and prints each problem once per kind
     and layer, with the override that helps. The run continues.
 
@@ -37,10 +38,12 @@ class InnerHealth(lightning.Callback):
         MetaTTTError: a number that is not allowed.
     """
 
-    def __init__(self, every: int = 1, windows: int = 2):
-        check_integer("callbacks.inner_health.every", every, 0)
-        check_integer("callbacks.inner_health.windows", windows)
-        self.every, self.windows = every, windows
+    _group = "callbacks.inner_health"
+
+    every: int = setting(default=1, least=0)
+    windows: int = setting(default=2)
+
+    def configure(self) -> None:
         self.runs = 0  # validations so far
         self.said: list[str] = []  # kind and layer
         self.last: list[str] = []  # those of the previous check
@@ -52,13 +55,7 @@ class InnerHealth(lightning.Callback):
         self.runs, self.said, self.last = state_dict["runs"], list(state_dict["said"]), list(state_dict["last"])
 
     def on_validation_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        pl_module: lightning.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if batch_idx or not self.every or self.runs % self.every:
             return
@@ -70,7 +67,7 @@ class InnerHealth(lightning.Callback):
         for line in self._news(self.look(pl_module, batch), pl_module):
             say(trainer, f"step {trainer.global_step}: {line}")
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.runs += 1  # not earlier: one that a signal cuts off comes again
 
     def look(self, pl_module: Any, batch: Any) -> dict[int, Health]:

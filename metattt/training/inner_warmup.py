@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning
 import torch
+from lightning import Callback, LightningModule, Trainer
 
 from metattt.errors import MetaTTTError, check_number
 from metattt.layer import TTTLayer
@@ -15,7 +15,7 @@ from metattt.registry import register
 
 
 @register(group="callback", name="inner_warmup")
-class InnerWarmup(lightning.Callback):
+class InnerWarmup(Callback):
     """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr` (of `model=ttt_e2e` to
     `model.inner_lr`), over the warm-up steps of the run.
 
@@ -35,7 +35,7 @@ class InnerWarmup(lightning.Callback):
         self.start = start
         self.final: dict[StepSize | EndToEnd, float] = {}
 
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rules = [module.optimizer if isinstance(module, TTTLayer) else module for module in pl_module.modules()]
         self.final = {rule: float(rule.scale) for rule in rules if isinstance(rule, StepSize | EndToEnd)}
         if not self.final or not all(rule.base_lr for rule in self.final):
@@ -44,9 +44,7 @@ class InnerWarmup(lightning.Callback):
                 "leave it out with ~callbacks.inner_warmup"
             )
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         recipe: Any = pl_module.recipe
         warmup = recipe.warmup_steps(int(trainer.estimated_stepping_batches))
         done = min(1.0, trainer.global_step / warmup)
@@ -57,6 +55,6 @@ class InnerWarmup(lightning.Callback):
             now = torch.tensor(final * (first + (1 - first) * done), dtype=torch.float64, device=device)
             rule.scale = now  # type: ignore[assignment]
 
-    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for rule, final in self.final.items():
             rule.scale = final

@@ -3,10 +3,11 @@ job around them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning
 import torch
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from omegaconf import DictConfig
 from rich.console import Console
@@ -20,7 +21,7 @@ from metattt.errors import MetaTTTError
 from metattt.training.batches import batch_share, plan_batches, recount_batches, validate_between_steps
 
 
-class OuterLoop(lightning.LightningModule):
+class OuterLoop(LightningModule):
     """Trains a model on batches. A subclass for a kind of data defines the loss of a batch (`batch_loss`,
     `item_losses`) and the validation.
 
@@ -106,7 +107,7 @@ def _add(sums: dict[str, Tensor], figures: dict[str, tuple[Tensor, Tensor]]) -> 
         sums[name] = torch.stack([value.detach().double() for value in pair]) + sums.get(name, 0)
 
 
-class ForLightning(lightning.LightningDataModule):
+class ForLightning(LightningDataModule):
     """A data set that is told how far the run has come before it is asked for batches."""
 
     def __init__(self, data: Data):
@@ -139,8 +140,15 @@ class ForLightning(lightning.LightningDataModule):
 
 
 class Job:
-    """The part of training that depends on the kind of data. It is made of the configuration of a run and its data,
-    which it reads and checks against the model (`Data.job`)."""
+    """The part of training that depends on the kind of data (`Data.job`).
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data; read, and checked against the model.
+
+    Raises:
+        MetaTTTError: as `check`.
+    """
 
     kind = "data"  #: first word of the header
     unit = "sequences"  #: what a batch has a number of
@@ -148,12 +156,16 @@ class Job:
 
     def __init__(self, cfg: DictConfig, data: Any):
         self.cfg, self.data = cfg, data
+        self.check()
+
+    def check(self) -> None:
+        """Reads the data; what cannot be read, or does not go with the model, raises an error."""
 
     def module(self, model: Any, recipe: Any) -> Any:
         """The Lightning module; a recipe for another kind of data raises an error."""
         raise NotImplementedError
 
-    def prepare(self, trainer: lightning.Trainer) -> None:
+    def prepare(self, trainer: Trainer) -> None:
         """Divides the batch among the trainer's processes, and counts the steps between validations over all passes.
 
         Raises:
@@ -165,14 +177,14 @@ class Job:
             raise MetaTTTError("trainer=fsdp is for text, and so is trainer=time_parallel: set trainer=ddp, or default")
         self.divide(trainer, None, 1, self.unit)
 
-    def divide(self, trainer: lightning.Trainer, tokens: int | None, length: int, unit: str) -> None:
+    def divide(self, trainer: Trainer, tokens: int | None, length: int, unit: str) -> None:
         """Sets the batch sizes of the trainer's processes: `metattt.training.batches.plan_batches`."""
         before, processes = (self.data.batch_size, trainer.accumulate_grad_batches), batch_share(trainer)[1]
         now = plan_batches(tokens, length, *before, processes, unit)
         self.data.batch_size, trainer.accumulate_grad_batches = now
         validate_between_steps(trainer)
 
-    def header(self, console: Console, trainer: lightning.Trainer, model: Any, done: int) -> None:
+    def header(self, console: Console, trainer: Trainer, model: Any, done: int) -> None:
         """Three lines about the run before it starts. `done`: steps of a resumed run."""
         count = self.data.batch_size * trainer.accumulate_grad_batches * batch_share(trainer)[1] * self.items()
         processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
@@ -189,15 +201,25 @@ class Job:
         """The model in a few words."""
         return f"{model.num_parameters():,} parameters"
 
-    def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
+    def report(self, console: Console, trainer: Trainer, seconds: float) -> None:
         """The final table."""
-        table, found = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left"), []
-        for key, (name, scale, form) in self.columns().items():
-            if (value := trainer.callback_metrics.get(f"validation/{key}")) is not None:
-                table.add_column(f"validation {name}", justify="right")
-                found.append(f"{scale * value.item():{form}}")
-        table.add_row(*found)
+        table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
+        known = {key.removeprefix("validation/"): value.item() for key, value in trainer.callback_metrics.items()}
+        head, *rows = self.results(known) or [()]
+        for name in head:
+            table.add_column(name, justify="left" if name == "validation" else "right")
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
+
+    def results(self, known: Mapping[str, float]) -> Sequence[Sequence[str]]:
+        """Head and rows of the final table, from what the last validation has logged."""
+        shown = [
+            (f"validation {name}", f"{scale * known[key]:{form}}")
+            for key, (name, scale, form) in self.columns().items()
+            if key in known
+        ]
+        return list(zip(*shown, strict=True))
 
     def columns(self) -> dict[str, tuple[str, float, str]]:
         """Logged figure of the validation -> its name in the final table, its factor and its format."""

@@ -46,13 +46,9 @@ class Muon(AdamW):
     min_lr = 0.0
     momentum: float = setting(default=0.95, least=0, below=1)
 
-    def factor(self, step: int, num_steps: int) -> float:
-        """The learning rate at a step, over its peak: a line up, and a line down to the last step."""
-        warmup = self.warmup_steps(num_steps)
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        return 1 - (1 - min(self.min_lr / self.lr, 1.0)) * progress
+    def decay(self, progress: float, low: float) -> float:
+        """A line down to the last step."""
+        return 1 - (1 - low) * progress
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if divided(model):

@@ -65,8 +65,10 @@ class AdamW(Declared):
         warmup = self.warmup_steps(num_steps)
         if step < warmup:
             return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        low = min(self.min_lr / self.lr, 1.0)
+        return self.decay(min(1.0, (step - warmup) / max(1, num_steps - warmup)), min(self.min_lr / self.lr, 1.0))
+
+    def decay(self, progress: float, low: float) -> float:
+        """The same after the warm-up: from 1 to `low` as `progress` goes from 0 to 1."""
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
+from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.rolling import path_of, prune
 from metattt.checkpoints.trained import read_checkpoint
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.declared import WithSettings
+from metattt.errors import MetaTTTError
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.training.batches import at_end_of_step
 from metattt.training.csv_log import logs_of
 from metattt.training.random_state import random_state, set_random_state
@@ -37,7 +39,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 @register(group="callback", name="checkpoints")
-class Checkpoints(lightning.Callback):
+class Checkpoints(WithSettings, Callback):
     """Writes `checkpoints/step-<n>` every so many steps, every so many minutes, at the best validation, at the end, and
     when a signal asks the run to stop.
 
@@ -56,21 +58,15 @@ class Checkpoints(lightning.Callback):
         MetaTTTError: a number that is not allowed; after a validation: a metric that is not logged.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        every_steps: int | None = 100,
-        every_minutes: float | None = 10.0,
-        keep: int = 2,
-        best: str | None = "validation/loss",
-    ):
-        if every_steps is not None:
-            check_integer("callbacks.checkpoint.every_steps", every_steps)
-        if every_minutes is not None:
-            check_number("callbacks.checkpoint.every_minutes", every_minutes, least=0.01)
-        check_integer("callbacks.checkpoint.keep", keep)
-        self.folder, self.every_steps, self.every_minutes = Path(folder), every_steps, every_minutes
-        self.keep, self.best = keep, best
+    _group = "callbacks.checkpoint"
+
+    folder: str = setting()
+    every_steps: int | None = setting(default=100)
+    every_minutes: float | None = setting(default=10.0, least=0.01)
+    keep: int = setting(default=2)
+    best: str | None = setting(default="validation/loss")
+
+    def configure(self) -> None:
         self.best_step: int | None = None
         self.best_value = math.inf
         self.last: Path | None = None  # that this run has written
@@ -81,40 +77,36 @@ class Checkpoints(lightning.Callback):
         self._running = False
         self._random: Mapping[str, Any] | None = None  # before the step under way
         self._found_random: list[Mapping[str, Any]] = []  # in the checkpoint that the run goes on from, by process
-        self._group: Any = None  # for flags and plain data, on the CPU: no step waits for the GPU
+        self._ranks: Any = None  # for flags and plain data, on the CPU: no step waits for the GPU
         self._requests = StopRequests(self._kept)
 
-    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        self.folder = trainer.strategy.broadcast(self.folder)
         if trainer.world_size > 1 and dist.is_initialized():
             timeout = getattr(trainer.strategy, "_timeout", None)  # as of every other message
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._ranks = dist.new_group(backend="gloo", timeout=timeout)
         silence_lightning(trainer)
         self._requests.speaks = trainer.is_global_zero
         self._requests.listen()
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_rank < len(self._found_random):
             set_random_state(self._found_random[trainer.global_rank], trainer.strategy.root_device)
         self._found_random = []
         self._running, self._saved_step, self._saved_at = True, trainer.global_step, time.monotonic()
         self._take_random(trainer)
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._take_random(trainer)
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._running:
             self._validated_step = trainer.global_step
             self._take_random(trainer)
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Called between two steps, when the log has the last step and its validation. (Not earlier: Lightning logs a
         step after its last hook.)"""
         if batch_idx % trainer.accumulate_grad_batches:
@@ -128,12 +120,7 @@ class Checkpoints(lightning.Callback):
             raise Interrupted(signal)
 
     def on_validation_batch_start(
-        self,
-        trainer: lightning.Trainer,
-        pl_module: lightning.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if not self._running:
             return
@@ -143,27 +130,25 @@ class Checkpoints(lightning.Callback):
                 self._save(trainer, between_steps=True, validate_again=True)
             raise Interrupted(signal)
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_best(trainer)
         if trainer.global_step > self._saved_step:
             self._save(trainer)
         self._running = False
 
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._running = False
         self._requests.stop_listening()
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._requests.stop_listening()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all processes together: the best validation, and the random generators of every process."""
         random: list[Any] = [self._random]
-        if self._group is not None:
-            mine, random = random[0], [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(random, mine, self._group)
+        if self._ranks is not None:
+            mine, random = random[0], [None] * dist.get_world_size(self._ranks)
+            dist.all_gather_object(random, mine, self._ranks)
         known = {name: getattr(self, name) for name in ("best_step", "best_value", "validate_again")}
         return {**known, "random": random}
 
@@ -171,23 +156,21 @@ class Checkpoints(lightning.Callback):
         self.best_step, self.best_value = state_dict["best_step"], state_dict["best_value"]
         self._found_random = [one for one in state_dict["random"] if one is not None]
 
-    def on_save_checkpoint(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._between_steps:
             at_end_of_step(checkpoint, self.validate_again)
 
-    def _take_random(self, trainer: lightning.Trainer) -> None:
+    def _take_random(self, trainer: Trainer) -> None:
         self._random = random_state(trainer.strategy.root_device)
 
-    def _is_due(self, trainer: lightning.Trainer) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         """Whether a checkpoint is to be written now, as the first process decides."""
         step, better = trainer.global_step, self._is_best(trainer)
         steps = self.every_steps is not None and step % self.every_steps == 0
         minutes = self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
         return trainer.is_global_zero and step > self._saved_step and (better or steps or minutes)
 
-    def _is_best(self, trainer: lightning.Trainer) -> bool:
+    def _is_best(self, trainer: Trainer) -> bool:
         """Whether the validation of this step, if there was one, is the best so far."""
         if self.best is None or self._validated_step != trainer.global_step:
             return False
@@ -202,15 +185,15 @@ class Checkpoints(lightning.Callback):
 
     def _together(self, flags: tuple[int | bool, ...]) -> tuple[int, ...]:
         """The maximum of each number over all processes, so that all act alike between the same two steps."""
-        if self._group is None:
+        if self._ranks is None:
             return tuple(int(flag) for flag in flags)
         numbers = torch.tensor([int(flag) for flag in flags])
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._ranks)
         return tuple(numbers.tolist())
 
-    def _save(self, trainer: lightning.Trainer, between_steps: bool = False, validate_again: bool = False) -> None:
+    def _save(self, trainer: Trainer, between_steps: bool = False, validate_again: bool = False) -> None:
         """Writes a checkpoint; the log reaches the disk before it."""
-        path = path_of(self.folder, trainer.global_step)
+        path = path_of(Path(self.folder), trainer.global_step)
         for log in logs_of(trainer):
             log.sync()
         self._between_steps, self.validate_again = between_steps, validate_again
@@ -220,7 +203,7 @@ class Checkpoints(lightning.Callback):
             self._between_steps = self.validate_again = False
         self.last, self._saved_step, self._saved_at = path, trainer.global_step, time.monotonic()
         if trainer.is_global_zero:
-            prune(self.folder, self.keep, self.best_step)
+            prune(Path(self.folder), self.keep, self.best_step)
 
     def _kept(self) -> str:
         return f"the last checkpoint is {self.last}" if self.last else "this run has written no checkpoint yet"

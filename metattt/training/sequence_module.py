@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning
 import torch
-from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from metattt.checkpoints.record import make_record
 from metattt.data.novel_views import ASKED, GIVEN
-from metattt.data.sequences import NO_LABEL, Batch, SequenceData
+from metattt.data.sequences import NO_LABEL, Batch
 from metattt.errors import MetaTTTError
 from metattt.measures.labelled import answers, losses_and_hits
 from metattt.models.language_model import LanguageModel
@@ -79,24 +76,13 @@ class Views(LabelledSequences):
 
 
 class SequenceJob(Job):
-    """Prediction of the labels of synthetic sequences.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data; checked against the model here.
-
-    Raises:
-        MetaTTTError: a model that does not read these sequences.
-    """
+    """Prediction of the labels of synthetic sequences."""
 
     loop = LabelledSequences  #: the Lightning module
 
-    def __init__(self, cfg: DictConfig, data: SequenceData):
-        super().__init__(cfg, data)
-        self.check_model(cfg, data)
-
-    def check_model(self, cfg: DictConfig, data: SequenceData) -> None:
-        """Raises an error for a model that does not read these sequences."""
+    def check(self) -> None:
+        """Refuses a model that does not read these sequences."""
+        cfg, data = self.cfg, self.data
         if data.vocab_size is not None:
             if "vocab_size" not in cfg.model:
                 raise MetaTTTError("recall needs a language model: set experiment=recall, or model=language_model")
@@ -135,16 +121,11 @@ class ViewJob(SequenceJob):
 
     unit, loop = "scenes", Views
 
-    def check_model(self, cfg: DictConfig, data: SequenceData) -> None:
-        if "image_size" not in cfg.model:
+    def check(self) -> None:
+        if "image_size" not in self.cfg.model:
             raise MetaTTTError("views need a model that learns and reads them: set experiment=novel_views")
 
-    def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
-        """The final table: the error by the number of given views."""
-        table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
-        for name in ("given views", "validation squared error", "PSNR (dB)"):
-            table.add_column(name, justify="right")
-        for number in self.data.given:
-            error, psnr = (trainer.callback_metrics[f"validation/{key}_{number}"].item() for key in ("loss", "psnr"))
-            table.add_row(str(number), f"{error:.4g}", f"{psnr:.2f}")
-        console.print(table)
+    def results(self, known: Mapping[str, float]) -> Sequence[Sequence[str]]:
+        """The error by the number of given views."""
+        rows = [(str(n), f"{known[f'loss_{n}']:.4g}", f"{known[f'psnr_{n}']:.2f}") for n in self.data.given]
+        return [("given views", "validation squared error", "PSNR (dB)"), *rows]

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -95,13 +94,7 @@ class FullyShardedData(ModelParallelStrategy):
         if self.tensor_ranks > 1:
             divide_heads(block, self.device_mesh["tensor_parallel"])
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: lightning.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self.tensor_ranks > 1:  # torch takes parameters together only where all are divided in the same way
             for group in optimizer.param_groups:
                 group["foreach"] = False

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from typing import Any
 
-import lightning
 import torch
+from lightning import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -22,7 +22,7 @@ from metattt.training.batches import batch_share
 
 
 @register(group="callback", name="step_statistics")
-class StepStatistics(lightning.Callback):
+class StepStatistics(Callback):
     """Logs figures of merit of a step.
 
     | column | what |
@@ -41,28 +41,26 @@ class StepStatistics(lightning.Callback):
         self.paused = 0.0
         self.flops: float | None = None  # of the forward and backward pass for one window or image; 0: not known
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.last = None
         self.durations.clear()
 
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.paused = time.monotonic()
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.last is not None:
             self.last += time.monotonic() - self.paused
 
     def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         if gradients:
             norm = total_norm(gradients) if several_meshes(gradients) else get_total_norm(gradients)
             pl_module.log("gradient_norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         now = time.monotonic()

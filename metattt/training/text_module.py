@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import lightning
 import torch
+from lightning import Trainer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from metattt.checkpoints.record import make_record
-from metattt.data.windows import NO_TOKEN, WindowData
+from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.generation.text import ends
@@ -198,20 +196,13 @@ def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 class TextJob(Job):
-    """Next-token prediction on windows of text.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data module; read and checked against the model's vocabulary here.
-
-    Raises:
-        MetaTTTError: text that cannot be used, or that has more tokens than the model.
-    """
+    """Next-token prediction on windows of text."""
 
     kind, unit, in_parts = "text", "tokens", True
 
-    def __init__(self, cfg: DictConfig, data: WindowData):
-        super().__init__(cfg, data)
+    def check(self) -> None:
+        """Refuses text that cannot be used, or that has more tokens than the model."""
+        cfg, data = self.cfg, self.data
         self.baselines: dict[int, float] = {}  # bits per byte of byte models by their order
         if "vocab_size" not in cfg.model:
             raise MetaTTTError(
@@ -246,7 +237,7 @@ class TextJob(Job):
         record = make_record(self.cfg, tokenizer=tokenizer.content, data=self.data.fingerprint())
         return LanguageModeling(model, recipe, tokenizer.token_bytes, record, self.data.document_start)
 
-    def prepare(self, trainer: lightning.Trainer) -> None:
+    def prepare(self, trainer: Trainer) -> None:
         """Sizes of batches that the trainer's processes take, and the baselines."""
         data = self.data
         self.divide(trainer, self.cfg.batch_tokens, data.context_length, "windows")
@@ -264,17 +255,14 @@ class TextJob(Job):
     def items(self) -> int:
         return int(self.data.context_length)
 
-    def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
-        """The final table: the model against the baselines."""
-        bits = trainer.callback_metrics["validation/bits_per_byte"].item()
-        table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
-        table.add_column("validation")
-        table.add_column("bits per byte", justify="right")
-        table.add_row("model", f"{bits:.4f}")
+    def results(self, known: Mapping[str, float]) -> Sequence[Sequence[str]]:
+        """The model against the baselines."""
+        bits = known["bits_per_byte"]
+        rows = [("validation", "bits per byte"), ("model", f"{bits:.4f}")]
         for order, baseline in self.baselines.items():
-            table.add_row(f"order-{order} byte model, same training text", f"{baseline:.4f}")
-            table.add_row(f"model / order-{order}", f"{bits / baseline:.4f} ({100 * (bits / baseline - 1):+.1f}%)")
-        console.print(table)
+            rows.append((f"order-{order} byte model, same training text", f"{baseline:.4f}"))
+            rows.append((f"model / order-{order}", f"{bits / baseline:.4f} ({100 * (bits / baseline - 1):+.1f}%)"))
+        return rows
 
     def sample(self, console: Console, module: LanguageModeling) -> None:
         """A continuation of the beginning of a held-out document, unless `sample=false`. Every process takes part: the

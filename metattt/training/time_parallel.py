@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import lightning
 import torch.distributed as dist
+from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -79,11 +79,10 @@ class OverTime(ParallelStrategy):
         super().setup_environment()
         sizes = self.time_ranks, getattr(self, "tensor_ranks", 1)
         shape = (shares(self.world_size, *sizes), *sizes)
-        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME, TENSOR))
-        self.line = Line(mesh[TIME], frames(mesh), self.in_flight)
-        self._use(mesh)
+        self.mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME, TENSOR))
+        self.line = Line(self.mesh[TIME], frames(self.mesh), self.in_flight)
 
-    def setup(self, trainer: lightning.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
         if not isinstance(module, LanguageModeling):
             raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
@@ -106,30 +105,18 @@ class OverTime(ParallelStrategy):
             self.scanned.append(self.made)
         self.made += 1
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: lightning.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The step of the gradients of all processes: they are put together once, before anybody looks at them."""
 
         def backward_and_average() -> Any:
             result = closure()
             self.line.finish()
-            average_gradients((p for group in optimizer.param_groups for p in group["params"]), self._copies)
+            everybody: Any = dist.group.WORLD
+            copies = self.line.group if isinstance(self, FullyShardedData) else everybody  # FSDP2 has averaged the rest
+            average_gradients((p for group in optimizer.param_groups for p in group["params"]), copies)
             return result
 
         return super().optimizer_step(optimizer, backward_and_average, model, **kwargs)
-
-    def _use(self, mesh: DeviceMesh) -> None:
-        """The mesh has been made."""
-
-    @property
-    def _copies(self) -> dist.ProcessGroup:
-        """The processes whose gradients are left to be averaged."""
-        raise NotImplementedError
 
 
 @register(group="strategy", name="replicated_over_time")
@@ -152,11 +139,6 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
     def configure_ddp(self) -> None:
         """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
 
-    @property
-    def _copies(self) -> dist.ProcessGroup:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
 
 @register(group="strategy", name="sharded_over_data")
 class ShardedOverData(OverTime, FullyShardedData):
@@ -176,19 +158,15 @@ class ShardedOverData(OverTime, FullyShardedData):
         super().__init__(tensor_ranks, timeout_minutes)
         self.divide(time_ranks, in_flight)
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module: Any = self.lightning_module
+        self._device_mesh = module._device_mesh = self.mesh
+
     def on_block(self, block: nn.Module) -> None:
         """Checks the layer, then divides its heads."""
         OverTime.on_block(self, block)
         FullyShardedData.on_block(self, block)
-
-    def _use(self, mesh: DeviceMesh) -> None:
-        self._device_mesh = mesh
-        module: Any = self.lightning_module
-        module._device_mesh = mesh
-
-    @property
-    def _copies(self) -> dist.ProcessGroup:
-        return self.line.group
 
 
 def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning
+from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
@@ -75,7 +75,7 @@ def train(cfg: DictConfig) -> int:
 def _run(begin: Start, console: Console) -> int:
     """Runs the training from its starting point; returns the exit code."""
     cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
-    lightning.seed_everything(cfg.seed, verbose=False)
+    seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
     job: Job = data.job(cfg)
     if cfg.init_from == "":
@@ -141,9 +141,9 @@ def _absolute(path: Any) -> Any:
     return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 
-def _trainer(cfg: DictConfig) -> lightning.Trainer:
+def _trainer(cfg: DictConfig) -> Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
-    callbacks = [_entry(cfg, "callbacks", name, lightning.Callback) for name in cfg.get("callbacks") or {}]
+    callbacks = [_entry(cfg, "callbacks", name, Callback) for name in cfg.get("callbacks") or {}]
     loggers = [_entry(cfg, "logger", name, Logger) for name in cfg.get("logger") or {}]
     settings = processes(cfg.trainer)
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
@@ -153,7 +153,7 @@ def _trainer(cfg: DictConfig) -> lightning.Trainer:
     if (profiler := cfg.trainer.get("profiler")) in PROFILERS:
         settings["profiler"] = PROFILERS[profiler](dirpath=cfg.output_dir, filename="profile")
     trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)
-    if not isinstance(trainer, lightning.Trainer):
+    if not isinstance(trainer, Trainer):
         raise MetaTTTError(f"trainer._target_={cfg.trainer.get('_target_')} is not a lightning.Trainer: leave it out")
     trainer.strategy.checkpoint_io = CheckpointFiles()
     return trainer
@@ -171,20 +171,20 @@ def _entry(cfg: DictConfig, group: str, name: str, kind: type) -> Any:
     return made
 
 
-def _callback(trainer: lightning.Trainer, kind: type[C]) -> C | None:
+def _callback(trainer: Trainer, kind: type[C]) -> C | None:
     """The callback of a kind, if there is one."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
-def _validated_last(trainer: lightning.Trainer, done: int) -> bool:
+def _validated_last(trainer: Trainer, done: int) -> bool:
     """Whether this process has validated after the last step."""
     interval = trainer.val_check_batch
     batches = trainer.global_step * trainer.accumulate_grad_batches
     return trainer.global_step > done and isinstance(interval, int) and interval > 0 and batches % interval == 0
 
 
-def _files(console: Console, trainer: lightning.Trainer, folder: Path) -> None:
+def _files(console: Console, trainer: Trainer, folder: Path) -> None:
     """Where the results are."""
     console.print(f"checkpoint  {path_of(folder, trainer.global_step)}")
     saving = _callback(trainer, Checkpoints)
