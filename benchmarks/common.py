@@ -137,18 +137,23 @@ def measure(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a product of 1,024 x 1,024 (CPU) or 8,192 x 8,192 (GPU) numbers, the best of five."""
+def product(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    """A product of 1,024 x 1,024 (CPU) or 8,192 x 8,192 (GPU) numbers, and its operations."""
     side = 1024 if device.type == "cpu" else 8192
     a = torch.randn(side, side, device=device, dtype=dtype)
-    return 2 * side**3 / min(in_turn({"product": lambda: a @ a}, 5)["product"])
+    return (lambda: a @ a), 2.0 * side**3
 
 
-def bandwidth(device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes a second that a product of a large matrix and a vector reads, the best of five."""
+def reading(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    """A product of a large matrix and a vector, and the bytes that it reads."""
     side = 8192 if device.type == "cpu" else 32768
     a, x = torch.ones(side, side, device=device, dtype=dtype), torch.ones(side, device=device, dtype=dtype)
-    return a.nbytes / min(in_turn({"product": lambda: a @ x}, 5)["product"])
+    return (lambda: a @ x), float(a.nbytes)
+
+
+def rate(call: Callable[[], object], work: float) -> float:
+    """Work a second, in the best of five calls."""
+    return work / min(in_turn({"call": call}, 5)["call"])
 
 
 def _wait() -> None:

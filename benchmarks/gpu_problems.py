@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import bandwidth, in_turn, peak, ratios, summary
+from common import in_turn, product, rate, ratios, reading, summary
 from operation import Operation
 from peers import PEERS, forget_autotuning
 from torch import Tensor
@@ -183,7 +183,7 @@ def decode(subject: str, case: Case, device: str) -> Found:
 def ceiling(subject: str, case: Case, device: str) -> Found:
     """Bytes that a product of a large matrix and a vector reads, and operations of a large product."""
     at, dtype = torch.device(device), DTYPES[case["dtype"]]
-    return {"read, GB/s": bandwidth(at, dtype) / 1e9, "product, TFLOP/s": peak(at, dtype) / 1e12}
+    return {"read, GB/s": rate(*reading(at, dtype)) / 1e9, "product, TFLOP/s": rate(*product(at, dtype)) / 1e12}
 
 
 # -- other launches ----------------------------------------------------------------------------------------------------

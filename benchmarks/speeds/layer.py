@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from common import Check, Row, Say, in_turn, peak, ratios, require, some, summary
+from common import Check, Row, Say, in_turn, product, rate, ratios, require, some, summary
 from report import Report
 from torch import Tensor, nn
 
@@ -107,11 +107,11 @@ class Layers:
                 say(f"{title}: timing {len(left)} ways at T = {length}")
                 call, x = (self._training if title == PASSES[0] else self._inference), self._tokens(length)
                 seconds = in_turn({way: partial(call, layer, x) for way, layer in left.items()}, self.rounds)
-                rate = peak(self.at, self.dtype)
+                most = rate(*product(self.at, self.dtype))
                 for (name, form), took in seconds.items():
                     row: Row = {"layer": name, "form": form, "pass": title, "T": length}
                     row |= summary(took).columns("ms", 1000)
-                    least = self._products(left[name, form], length) * (3 if title == PASSES[0] else 1) / rate
+                    least = self._products(left[name, form], length) * (3 if title == PASSES[0] else 1) / most
                     row |= {"tokens/s": self.batch * length / summary(took).median}
                     tables["Time"].append(row | {"products": least / summary(took).median})
                 self._compare(title, length, seconds, tables)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import Check, Row, Say, bandwidth, in_turn, peak, ratios, require, some, summary
+from common import Check, Row, Say, in_turn, product, ratios, reading, require, some, summary
 from published_models import PublishedDecoding, PublishedModel
 from report import Report
 from torch import Tensor
@@ -29,6 +30,21 @@ OURS, PUBLISHED, RECORDED, COMPILED = "a call of the model", "published style", 
 TTT = ("ttt_linear", "ttt_mlp")
 BASELINE = "attention"
 Way = tuple[str, str]  # layer, and how the model is run
+CEILING: Way = "", "ceiling"
+
+
+class Work(NamedTuple):
+    """What is timed in turn: models, and a call that does nothing but what the machine is best at.
+
+    Attributes:
+        least: by layer, how many times that call a model could take at best.
+        tokens: that a call of a model decodes, or 1.
+    """
+
+    calls: dict[Way, Callable[[], object]]
+    ceiling: Callable[[], object]
+    least: dict[str, float]
+    tokens: int = 1
 
 
 @dataclass
@@ -40,7 +56,7 @@ class Models:
         overrides: of the models' configuration, such as `preset=125m`.
         lengths: T of training steps and of the prefills, after which tokens are decoded; multiples of 16.
         tokens: decoded in one timed call.
-        rounds: timed calls, in turn; of decoding twice as many.
+        rounds: timed calls, in turn.
         compile: time compiled decoding, too; on a CPU only.
         device: `cpu`, `cuda`, or `auto`.
     """
@@ -59,7 +75,6 @@ class Models:
             raise MetaTTTError(f"lengths={wrong} is not allowed: multiples of 16, whole mini-batches")
         self.at = pick_device(self.device)
         self.dtype = torch.float32 if self.at.type == "cpu" else torch.bfloat16
-        self.ceilings = peak(self.at, self.dtype), bandwidth(self.at, self.dtype)
         models, checks = {name: self._model(name) for name in self.layers}, list[Check]()
         for name, model in models.items():
             say(f"{name}: checking")
@@ -70,12 +85,15 @@ class Models:
         for length in sorted(self.lengths):
             for title, job in jobs.items():
                 say(f"{title}: timing models, {length} tokens")
-                seconds, shares = job(models, length)
+                work = job(models, length)
+                seconds = in_turn({CEILING: work.ceiling, **work.calls}, self.rounds)
+                ceiling = seconds.pop(CEILING)
                 for (name, way), took in seconds.items():
                     row: Row = {"layer": name, "way": way, "tokens": length}
-                    per = summary([second / (self.tokens if title == "Decoding" else 1) for second in took])
-                    tables[title].append(row | per.columns("ms", 1000) | {"share": shares[name] / per.median})
-                    of = {"what": title.lower()} | row
+                    share = summary([work.least[name] * one / all_ for one, all_ in zip(ceiling, took, strict=True)])
+                    row |= summary(took).columns("ms", 1000 / work.tokens) | {"share": share.median}
+                    tables[title].append(row)
+                    of = {"what": title.lower(), "layer": name, "way": way, "tokens": length}
                     if way != PUBLISHED and (name, PUBLISHED) in seconds:
                         tables[published].append(of | ratios(seconds[name, PUBLISHED], took)._asdict())
                     if way != PUBLISHED and name != BASELINE and (BASELINE, OURS) in seconds:
@@ -88,9 +106,8 @@ class Models:
             "the functions of a step without the Python around them (`metattt/generation/recorder.py`); compiled: with "
             "`compile=true`. `attention` is `F.scaled_dot_product_attention` with a cache of keys and values.\n\n"
             "Share: of training and prefill, the time that the matrix products take (generic form, three times the "
-            f"forward pass for training, masked parts included) at {self.ceilings[0] / 1e9:.0f} GFLOP/s, the rate of a "
-            f"large product; of decoding, that of reading all parameters once at {self.ceilings[1] / 1e9:.1f} GB/s, the "
-            "rate of a large matrix with a vector. Both in the same process."
+            "forward pass for training, masked parts included) at the rate of a large product; of decoding, that of "
+            "reading all parameters once at the rate of a large matrix with a vector. Both are timed in every round."
         )
         return Report(
             "Language models", text, {title: rows for title, rows in tables.items() if rows}, checks, asdict(self)
@@ -137,7 +154,7 @@ class Models:
         published = PublishedDecoding(model, state)
         return {PUBLISHED: lambda token: published.step(token.unsqueeze(1))[:, -1]}
 
-    # -- what is timed: seconds by layer and way, and the least that the layer could take ------------------------------
+    # -- what is timed -------------------------------------------------------------------------------------------------
 
     def _cast(self) -> torch.autocast:
         return torch.autocast(self.at.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16)
@@ -146,18 +163,17 @@ class Models:
         published = {(name, PUBLISHED): PublishedModel(models[name]) for name in TTT if name in models}
         return {(name, OURS): model for name, model in models.items()} | published
 
-    def _least(self, length: int, times: int, logits: int) -> dict[str, float]:
-        """Seconds of the products of so many forward passes, with so many logits."""
-        found = {}
+    def _work(self, calls: dict[Way, Callable[[], object]], length: int, times: int, logits: int) -> Work:
+        """With the products of so many forward passes, with so many logits, as the least."""
+        ceiling, operations = product(self.at, self.dtype)
+        least = {}
         for name in self.layers:
             model = self._model(name).to("meta")
             head = 2 * (length - logits) * model.dim * model.vocab_size
-            found[name] = times * (flops_per_window(model, length) - head) / self.ceilings[0]
-        return found
+            least[name] = times * (flops_per_window(model, length) - head) / operations
+        return Work(calls, ceiling, least)
 
-    def _training(
-        self, models: Mapping[str, LanguageModel], length: int
-    ) -> tuple[dict[Way, list[float]], dict[str, float]]:
+    def _training(self, models: Mapping[str, LanguageModel], length: int) -> Work:
         ids = self._ids(length + 1, 2)
 
         def step(name: str, model: LanguageModel | PublishedModel) -> None:
@@ -170,11 +186,9 @@ class Models:
             loss.backward()
 
         calls = {way: partial(step, way[0], model) for way, model in self._ways(models).items()}
-        return in_turn(calls, self.rounds), self._least(length, 3, length)
+        return self._work(calls, length, 3, length)  # type: ignore[arg-type]
 
-    def _prefill(
-        self, models: Mapping[str, LanguageModel], length: int
-    ) -> tuple[dict[Way, list[float]], dict[str, float]]:
+    def _prefill(self, models: Mapping[str, LanguageModel], length: int) -> Work:
         ids = self._ids(length, 3)
 
         @torch.inference_mode()
@@ -183,11 +197,9 @@ class Models:
                 model(ids, last_only=True) if isinstance(model, PublishedModel) else model.step(ids, last_only=True)
 
         calls = {way: partial(read, model) for way, model in self._ways(models).items()}
-        return in_turn(calls, self.rounds), self._least(length, 1, 1)
+        return self._work(calls, length, 1, 1)  # type: ignore[arg-type]
 
-    def _decoding(
-        self, models: Mapping[str, LanguageModel], length: int
-    ) -> tuple[dict[Way, list[float]], dict[str, float]]:
+    def _decoding(self, models: Mapping[str, LanguageModel], length: int) -> Work:
         ids = self._ids(self.tokens, 4)[0].split(1)
 
         @torch.inference_mode()
@@ -202,7 +214,6 @@ class Models:
 
         calls: dict[Way, Callable[[], object]] = {}
         for name, model in models.items():
-            model.eval()
             with torch.inference_mode(), self._cast():
                 _, state = model.step(self._ids(length, 5), last_only=True)
                 for way, step in self._published_steps(name, model, state).items():
@@ -213,14 +224,10 @@ class Models:
                         made = CapturedStep(model, state) if on_gpu else RecordedStep(model, state, 1, way == COMPILED)
                         calls[name, way] = partial(read, made)
                 calls[name, OURS] = partial(called, model, state.map(torch.clone))  # which is written over
-        seconds = in_turn(calls, 2 * self.rounds)
-        least = {
-            name: sum(x.nbytes for part in (model.blocks, model.head) for x in part.parameters()) / self.ceilings[1]
-            for name, model in models.items()
-        }
-        for model in models.values():
-            model.train()
-        return seconds, least
+        ceiling, size = reading(self.at, self.dtype)
+        parameters = {name: [*model.blocks.parameters(), *model.head.parameters()] for name, model in models.items()}
+        least = {name: self.tokens * sum(x.nbytes for x in held) / size for name, held in parameters.items()}
+        return Work(calls, ceiling, least, self.tokens)
 
 
 def _gradients(function: Callable[[Tensor], Tensor], model: LanguageModel, ids: Tensor) -> list[Tensor]:
