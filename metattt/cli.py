@@ -177,7 +177,7 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
 
 def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
     """The message for an unexpected error."""
-    if line := _fault_of_the_surroundings(error, command):
+    if line := _fault_of_the_surroundings(error, command, cfg):
         return line
     frames = traceback.extract_tb(error.__traceback__)
     text = " ".join(str(error).split())[:400]
@@ -220,14 +220,16 @@ def _written(error: Exception, cfg: "DictConfig | None") -> str:
     return f"; the traceback is in {name}"
 
 
-def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:
+def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig | None") -> str | None:
     """The message for errors that may happen anywhere and that the user can fix: a full disk, missing permissions, a
     removed key."""
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, OSError) and error.strerror:
         advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
-        return f"{error.filename}: {error.strerror}{advice}" if error.filename else f"{error.strerror}{advice}"
+        advice = ": the limit is that of `ulimit -f`" if error.errno == errno.EFBIG else advice
+        place = error.filename or (None if cfg is None else cfg.get("output_dir"))  # a write that failed names no file
+        return f"{place}: {error.strerror}{advice}" if place else f"{error.strerror}{advice}"
     if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error)):  # half way
         return "a checkpoint cannot be written whole: the disk is full; free some, or choose a folder on another disk"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):

@@ -51,9 +51,13 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def no_space(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
 
+    def too_large(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EFBIG, "File too large")  # as a write says it
+
     for fault, expected in (
         (half_way, "the disk is full"),
         (no_space, "run/metrics.csv: No space left on device: free some"),
+        (too_large, "error: run: File too large: the limit is that of `ulimit -f`"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr("lightning.Trainer.save_checkpoint", fault)
