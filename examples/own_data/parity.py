@@ -14,9 +14,9 @@ import numpy as np
 
 from metattt.composition.compose import compose
 from metattt.data.sequences import NO_LABEL, SequenceData
-from metattt.errors import check_integer
 from metattt.evaluation.evaluate import evaluate
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.training.train import train
 
 
@@ -30,13 +30,8 @@ class Parity(SequenceData):
     """
 
     vocab_size = 2
-
-    def __init__(
-        self, length: int = 32, batch_size: int = 64, validation_size: int = 256, seed: int = 0, num_workers: int = 0
-    ):
-        super().__init__(batch_size, validation_size, seed, num_workers)
-        check_integer("data.length", length, 16, 2**16)
-        self.length = length
+    validation_size = 256
+    length: int = setting(default=32, least=16, most=2**16)
 
     def describe(self) -> str:
         return f"the parity of {self.length} bits"
