@@ -90,8 +90,9 @@ class Models:
                 ceiling = seconds.pop(CEILING)
                 for (name, way), took in seconds.items():
                     row: Row = {"layer": name, "way": way, "tokens": length}
-                    share = work.least[name] * min(ceiling) / summary(took).median
-                    tables[title].append(row | summary(took).columns("ms", 1000 / work.tokens) | {"share": share})
+                    share = summary([work.least[name] * one / all_ for one, all_ in zip(ceiling, took, strict=True)])
+                    row |= summary(took).columns("ms", 1000 / work.tokens) | {"share": share.median}
+                    tables[title].append(row)
                     of = {"what": title.lower(), "layer": name, "way": way, "tokens": length}
                     if way != PUBLISHED and (name, PUBLISHED) in seconds:
                         tables[published].append(of | ratios(seconds[name, PUBLISHED], took)._asdict())
@@ -106,7 +107,7 @@ class Models:
             "`compile=true`. `attention` is `F.scaled_dot_product_attention` with a cache of keys and values.\n\n"
             "Share: of training and prefill, the time that the matrix products take (generic form, three times the "
             "forward pass for training, masked parts included) at the rate of a large product; of decoding, that of "
-            "reading all parameters once at the rate of a large matrix with a vector. The rates are the best of the rounds."
+            "reading all parameters once at the rate of a large matrix with a vector. Both are timed in every round."
         )
         return Report(
             "Language models", text, {title: rows for title, rows in tables.items() if rows}, checks, asdict(self)
