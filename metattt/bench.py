@@ -45,7 +45,7 @@ def bench(cfg: DictConfig) -> None:
         check_integer(key, cfg[key], most=2**24)
     device, console = pick_device(cfg.device), Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(cfg.threads)
-    forms, missing = forms_of(cfg)
+    forms, missing = forms_of(cfg, device)
     table = Table("check", "worst error", "bound", "result")
     passed = True
     for name, (error, bound) in checks(forms, device).items():
@@ -70,7 +70,7 @@ def bench(cfg: DictConfig) -> None:
     console.print(table)
 
 
-def forms_of(cfg: DictConfig) -> tuple[dict[str, SequenceLayer], dict[str, str]]:
+def forms_of(cfg: DictConfig, device: torch.device) -> tuple[dict[str, SequenceLayer], dict[str, str]]:
     """The layer in each of its forms, with the same parameters, the reference first; and for other forms the reason why
     they do not exist."""
     found: dict[str, SequenceLayer] = {}
@@ -82,6 +82,9 @@ def forms_of(cfg: DictConfig) -> tuple[dict[str, SequenceLayer], dict[str, str]]
         try:
             assert isinstance(one, DictConfig)
             made = instantiate_layer(one)
+            if form == "fused":  # a kernel sees sizes and types in a call
+                with torch.no_grad():
+                    made.to(device)(torch.zeros(1, cfg.length, cfg.dim, device=device))
             found.setdefault(made.form, made)
         except MetaTTTError as error:
             missing[form] = str(error).splitlines()[0]

@@ -83,7 +83,7 @@ def test_a_wrong_kernel_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_pat
         speed.main(["layer", *SMALL["layer"].split(), f"output_dir={tmp_path}"])
     assert not list(tmp_path.iterdir())
     with pytest.raises(SystemExit):
-        main(["bench", "dim=32", "length=32", "rounds=1"])
+        main(["bench", "dim=64", "length=32", "rounds=1"])
     said = capsys.readouterr().out
     assert "FAIL" in said and "nothing is timed" in said and "one token" not in said
 
@@ -93,7 +93,7 @@ def test_a_wrong_kernel_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_pat
 
 @pytest.mark.parametrize("chosen", ["layer=ttt_linear", "layer=mttt_linear", "layer=mamba2_mixer"])
 def test_any_layer_is_checked_and_timed(chosen: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", chosen, "dim=32", "length=32", "rounds=1"]) == 0
+    assert main(["bench", chosen, "dim=64", "length=32", "rounds=1"]) == 0
     said = capsys.readouterr().out
     assert "FAIL" not in said and "forward + backward" in said
     if chosen == "layer=ttt_linear":
