@@ -74,30 +74,21 @@ GRID = [
 ] + [Choice("norms", "Adam", lr, 32) for lr in (3e-3, 1e-2)]
 
 
-class Cache:
-    """Probabilities of a document's bytes from the n-grams that it has had so far (Witten and Bell, as
-    `metattt.measures.ngram`, counted while reading)."""
-
-    def __init__(self, vocab_size: int, order: int):
-        self.vocab_size, self.order = vocab_size, order
-
-    def __call__(self, ids: Sequence[int]) -> np.ndarray:
-        """`[n]` probability of every token."""
-        counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
-        found = np.full(len(ids), 1 / self.vocab_size)
-        for place, token in enumerate(ids):
-            probability = 1 / self.vocab_size
-            for k in range(min(self.order, place) + 1):
-                seen = counts[tuple(ids[place - k : place])]
-                if not seen:
-                    break
-                total = sum(seen.values()) + len(seen)
-                probability = (seen.get(token, 0) + len(seen) * probability) / total
-            found[place] = probability
-            for k in range(min(self.order, place) + 1):
-                seen = counts[tuple(ids[place - k : place])]
-                seen[token] = seen.get(token, 0) + 1
-        return found
+def ngrams(ids: Sequence[int], order: int) -> np.ndarray:
+    """`[n]` probability of every byte of a document, from the n-grams of up to `order` bytes that it has had so far
+    (Witten and Bell, as `metattt.measures.ngram`, counted while reading)."""
+    counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+    found = np.empty(len(ids))
+    for place, token in enumerate(ids):
+        contexts = [counts[tuple(ids[place - k : place])] for k in range(min(order, place) + 1)]
+        probability = 1 / ByteTokenizer.vocab_size
+        for seen in itertools.takewhile(bool, contexts):
+            total = sum(seen.values()) + len(seen)
+            probability = (seen.get(token, 0) + len(seen) * probability) / total
+        found[place] = probability
+        for seen in contexts:
+            seen[token] = seen.get(token, 0) + 1
+    return found
 
 
 class Scored(NamedTuple):
@@ -135,8 +126,7 @@ def mixed(model: Scored, cache: Scored, mix: float) -> Scored:
 
 def cached(documents: Sequence[Tensor], order: int) -> Scored:
     began = time.perf_counter()
-    cache = Cache(ByteTokenizer.vocab_size, order)
-    found = np.concatenate([cache(one.tolist())[1:] for one in documents])
+    found = np.concatenate([ngrams(one.tolist(), order)[1:] for one in documents])
     return Scored(-np.log(found), time.perf_counter() - began)
 
 

@@ -284,14 +284,7 @@ def page(lines: Sequence[Line]) -> Report:
         "Times by `triton.testing.do_bench`: events on the device, nothing in the L2 cache. "
         "Checked against the dual form in float64, in memory that holds NaN until it is written."
     )
-    shown = {kind: _even(rows) for kind, rows in found.items() if rows}
-    return Report("The Triton kernels on a GPU", text, shown | ({"No result": failed} if failed else {}))
-
-
-def _even(rows: list[Row]) -> list[Row]:
-    """All rows with the columns of any."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return [{column: row.get(column) for column in columns} for row in rows]
+    return Report("The Triton kernels on a GPU", text, found | ({"No result": failed} if failed else {}))
 
 
 if __name__ == "__main__":

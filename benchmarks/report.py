@@ -26,7 +26,7 @@ class Report:
     Attributes:
         title: one line.
         text: what was measured and how, or asked and seen, as Markdown.
-        tables: rows by the tables' titles. All rows of a table have the same columns.
+        tables: rows by the tables' titles; a table has the columns of all its rows.
         checks: what held before the measurement.
         settings: for the JSON file.
         draw: draws into an empty figure; None draws nothing.
@@ -103,10 +103,10 @@ def markdown_table(rows: Sequence[Row]) -> list[str]:
     """Lines of a table, numbers to the right."""
     if not rows:
         return ["(no rows)"]
-    columns = list(rows[0])
-    numeric = [all(isinstance(row[column], int | float | None) for row in rows) for column in columns]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
     lines = ["| " + " | ".join(columns) + " |", "|" + "|".join("---:" if right else "---" for right in numeric) + "|"]
-    return lines + ["| " + " | ".join(_cell(row[column]) for column in columns) + " |" for row in rows]
+    return lines + ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
 
 
 def _cell(value: Any) -> str:

@@ -22,9 +22,7 @@ from rich.console import Console
 
 from metattt.errors import check_choice
 
-BENCHMARKS = {
-    "inner": "Inner", "layer": "Layers", "model": "Models", "time_parallel": "TimeParallel",
-}  # fmt: skip
+BENCHMARKS = {"layer": "Layers", "model": "Models", "time_parallel": "TimeParallel"}
 """Name of the file in `speeds` -> its class."""
 
 

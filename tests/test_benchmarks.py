@@ -25,7 +25,6 @@ from metattt.errors import MetaTTTError
 from metattt.kernels.cpu.native_scan import NativeForm
 
 SMALL = {
-    "inner": "length=32 num_heads=1 head_dim=16 rounds=1 num_threads=[1]",
     "layer": "layers=[ttt_linear,mttt_linear,attention] lengths=[32,64] dim=32 num_heads=2 rounds=1",
     "model": "overrides=[preset=tiny] layers=[ttt_linear,attention] lengths=[16,32] tokens=2 rounds=1 compile=false",
 }
@@ -35,7 +34,7 @@ def slow(names: Sequence[str], but: Sequence[str]) -> list[Any]:
     return [name if name in but else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", slow([*SMALL], ["inner", "layer"]))
+@pytest.mark.parametrize("name", slow([*SMALL], ["layer"]))
 def test_a_benchmark_checks_measures_and_writes(name: str, tmp_path: Path) -> None:
     assert speed.main([name, *SMALL[name].split(), f"output_dir={tmp_path}"]) == 0
     content = json.loads((tmp_path / f"{name}.json").read_text())
@@ -51,7 +50,7 @@ def test_a_benchmark_checks_measures_and_writes(name: str, tmp_path: Path) -> No
         (["nobody"], "benchmark=nobody is not allowed"),
         (["layer", "nobody=1"], "settings are layers, forms"),
         (["layer", "lengths=[0]"], "integers from 1 on"),
-        (["inner", "length=31"], "no multiple of mini_batch_size"),
+        (["model", "lengths=[31]"], "multiples of 16"),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], expected: str, tmp_path: Path) -> None:
@@ -77,8 +76,6 @@ def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("wrong_kernel")
 def test_a_wrong_kernel_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(MetaTTTError, match="nothing is reported: linear, fused and dual"):
-        speed.main(["inner", *SMALL["inner"].split(), "learners=[linear]", f"output_dir={tmp_path}"])
     with pytest.raises(MetaTTTError, match="nothing is reported: ttt_linear, fused and dual"):
         speed.main(["layer", *SMALL["layer"].split(), f"output_dir={tmp_path}"])
     assert not list(tmp_path.iterdir())
@@ -102,7 +99,7 @@ def test_any_layer_is_checked_and_timed(chosen: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("words", "place"),
-    [("bench inner", "speed.py inner"), ("bench gpu", "gpu.py"), ("reproduce table1 size=cpu", "claims.py table1")],
+    [("bench layer", "speed.py layer"), ("bench gpu", "gpu.py"), ("reproduce table1 size=cpu", "claims.py table1")],
 )
 def test_what_has_moved_says_where(words: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2

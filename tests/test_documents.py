@@ -298,7 +298,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
         assert expected in reference
     mathematics = (site / "mathematics.html").read_text(encoding="utf-8")
     assert mathematics.count("Source code in") >= 9
-    assert (site / "figures/layer.svg").is_file() and (site / "results/cpu/inner.html").is_file()
+    assert (site / "figures/layer.svg").is_file() and (site / "results/cpu/model.html").is_file()
     links = {
         (page, link)
         for page in site.rglob("*.html")

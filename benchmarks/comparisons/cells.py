@@ -20,6 +20,7 @@ from common import Say
 from omegaconf import OmegaConf
 
 from metattt.composition.compose import compose
+from metattt.composition.overrides import quoted
 from metattt.errors import MetaTTTError
 from metattt.io import digest, write_whole
 
@@ -117,7 +118,7 @@ class Runner:
         if cell.of is not None:
             if not self.results[cell.of].finished:
                 return self._set(Result(cell, folder, False, f"{cell.of.name} has not finished", 0.0), "left out")
-            words.append(f"checkpoint={_quoted(self.folder / cell.of.place)}")
+            words.append(f"checkpoint={quoted(str(self.folder / cell.of.place))}")
         if cell.command == "train":
             words.append("resume=auto")
         elif folder.exists():
@@ -125,7 +126,7 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps({"overrides": cell.overrides, "composed": composed}), encoding="utf-8")
         began = time.monotonic()
-        words.append(f"output_dir={_quoted(folder)}")
+        words.append(f"output_dir={quoted(str(folder))}")
         process = PROCESSES.Process(target=_work, args=(cell.command, words, str(folder / LOG)))
         self._running.add(process)
         process.start()
@@ -157,9 +158,3 @@ def _work(command: str, words: list[str], log: str) -> None:
     from metattt.cli import main
 
     sys.exit(main([command, *words]))
-
-
-def _quoted(path: Path) -> str:
-    """A path as a value of an override."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"

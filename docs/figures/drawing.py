@@ -41,10 +41,9 @@ def all_of_them(folder: Path = HERE) -> list[Path]:
     """Draws every figure."""
     import coefficients
     import layer
-    import measured
     import online
 
-    return [one.draw(folder) for one in (layer, coefficients, online, measured)]
+    return [one.draw(folder) for one in (layer, coefficients, online)]
 
 
 if __name__ == "__main__":

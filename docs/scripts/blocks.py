@@ -32,42 +32,28 @@ def stdlib() -> str:
 
 
 def measured() -> str:
-    """Layers, their inner operation and decoding, beside the published style and softmax attention."""
-    whole, inner, model = (tables(f"results/cpu/{name}.json") for name in ("layer", "inner", "model"))
+    """Layers, and training and decoding of models, beside the published style and softmax attention."""
+    whole, model = (tables(f"results/cpu/{name}.json") for name in ("layer", "model"))
     rows = []
     for layer, title in LAYERS.items():
-        short = {"ttt_linear": "linear", "ttt_mlp": "mlp"}.get(layer)
-        named = layer.replace("torch ", "")
         forms = [row for row in whole["Time"] if row["layer"] == layer and row["pass"] == "forward + backward" and row["T"] == 4096]
         cells = [milliseconds(min(row["ms, median"] for row in forms), 0)]
-        for way in ("fused", "published style"):
-            wanted = {"learner": short, "pass": "training", "threads": 1, "way": way}
-            cells.append(milliseconds(value(inner["Time"], wanted, "ms, median"), 0))
-        for way in ("a call of the model" if named == "attention" else "recorded", "published style"):
-            wanted = {"layer": named, "way": way, "tokens": 1024}
-            cells.append(milliseconds(value(model["Decoding"], wanted, "ms, median"), 1))
+        named = layer.replace("torch ", "")
+        own = "a call of the model" if named == "attention" else "recorded"  # which `generate` takes
+        for job, ways, decimals in (("Training", ("a call of the model", "published style"), 0), ("Decoding", (own, "published style"), 1)):
+            for way in ways:
+                wanted = {"layer": named, "way": way, "tokens": 1024}
+                cells.append(milliseconds(value(model[job], wanted, "ms, median"), decimals))
         rows.append([title, *cells])
-    head = ["", "whole layer, forward + backward", "inner operation, forward + backward", "the same, published style"]
+    head = ["", "whole layer, forward + backward", "training step of a model", "the same, published style"]
     head += ["one token, decoding", "the same, published style"]
     return (
         table(head, rows)
         + "\nOne CPU thread, fp32, medians; other machines give other times. *Whole layer*: 4,096 tokens, D = 768, 12 heads"
-        " (`python benchmarks/speed.py layer`).\n*Inner operation*: 2,048 tokens, 12 heads (`speed.py inner`). *Decoding*: a token of a"
-        " 4-block model after 1,024 (`speed.py model`). *Published\nstyle* is our reimplementation of the papers' PyTorch code, with the"
-        " same parameters. Every command checks its results before it times them\n([all measurements](docs/measured.md)).\n"
+        " (`python benchmarks/speed.py layer`).\n*Model*: 4 blocks, D = 256, 1,024 tokens; decoding is a token after these"
+        " (`speed.py model`). *Published style* is our\nreimplementation of the papers' PyTorch code, with the same parameters."
+        " Every command checks its results before it times them\n([all measurements](docs/measured.md)).\n"
     )
-
-
-def inner() -> str:
-    """The inner operation in every form."""
-    rows = tables("results/cpu/inner.json")["Time"]
-    made = []
-    for learner, title in (("linear", "TTT-Linear"), ("mlp", "TTT-MLP")):
-        wanted = {"learner": learner, "pass": "training", "threads": 1}
-        times = [value(rows, wanted | {"way": way}, "ms, median") for way in ("fused", "dual", "published style")]
-        ratio = value(rows, wanted | {"way": "published style"}, "times fused, median")
-        made.append([title, *(milliseconds(time, 0) for time in times), f"{ratio:.1f}"])
-    return table(["learner", "fused", "dual", "published style", "published / fused, round by round"], made)
 
 
 def layers() -> str:
@@ -154,5 +140,5 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-MADE = (stdlib, measured, inner, layers, decoding, memory, rules, adaptation)
+MADE = (stdlib, measured, layers, decoding, memory, rules, adaptation)
 BLOCKS: dict[str, Callable[[], str]] = {make.__name__: make for make in MADE}

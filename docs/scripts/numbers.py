@@ -1,6 +1,6 @@
 """Measured numbers in README.md and docs/*.md: each comes from a file under `results/`, named in a mark before it.
 
-    <!-- results/cpu/inner.json :: Time :: learner=linear; way=dual :: times fused, median -->7.55
+    <!-- results/cpu/layer.json :: Time :: layer=ttt_mlp; form=dual; pass=forward; T=512 :: ms, median -->7.55
 
 names the file, the table in it, what picks one row (only as much as is needed), and the column; ` * 100` after the
 column scales it. Of a result in Markdown, `<!-- results/cpu/kills.md :: text with {} in it -->12` stands for that text
