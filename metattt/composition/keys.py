@@ -7,14 +7,14 @@ A key means the same in every job that has it. Parts say in their constructors w
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.messages import first_line, not_a_field, wrong_type
 from metattt.errors import MetaTTTError
-from metattt.setting import Setting
+from metattt.setting import Setting, members
 
 KEYS = {
     "dim": Setting(annotation=int),
@@ -22,7 +22,8 @@ KEYS = {
     "seed": Setting(annotation=int | None, least=0, most=2**32 - 1),  # what numpy's and Lightning's generators take
     "batch_tokens": Setting(annotation=int | None),
     "threads": Setting(annotation=int, most=1024),
-    **{name: Setting(annotation=bool) for name in ("compile", "sample")},
+    "sample": Setting(annotation=bool),
+    "compile": Setting(annotation=bool | Literal["auto"]),
     "descending": Setting(annotation=bool | None),
     **{name: Setting(annotation=str) for name in ("objective", "folder")},
     **{
@@ -61,8 +62,10 @@ def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:
                 value = cfg[name]
             except OmegaConfBaseException as error:
                 raise MetaTTTError(f"{name}: {first_line(error)}") from error
-            if not isinstance(value, KEYS[name].annotation):
-                raise MetaTTTError(wrong_type(name, value, KEYS[name].annotation))
+            hint = KEYS[name].annotation
+            words = any(get_origin(one) is Literal for one in members(hint))
+            if not words and not isinstance(value, hint):
+                raise MetaTTTError(wrong_type(name, value, hint))
             KEYS[name].check(name, value)
     if re.search(r"[/\\\0\n]|^\.+$", str(cfg.get("name"))):
         why = "it is a part of a folder's name, so without / and the like"

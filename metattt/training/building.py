@@ -17,6 +17,7 @@ from metattt.composition.keys import leaves
 from metattt.models.block import Block
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_divisible
+from metattt.training.compiling import compile_blocks
 
 HOW_NOT_WHAT = (
     "form", "group_size", "compute_chunk", "chunk_size", "checkpoint_blocks", "checkpoint_mini_batches", "checkpoint",
@@ -74,9 +75,8 @@ class Builder:
         if self.weights is not None:
             complaint = f"init_from={self.weights} does not fit this model"
             fill(model, read_weights(self.weights, modules(self.cfg.trust)), complaint)
-        if self.cfg.compile:
-            for block in model.blocks:  # those that are alike are compiled once
-                block.compile()
+        if self.cfg.compile is True:
+            compile_blocks(model)
 
 
 def differences(cfg: DictConfig, weights: str) -> str | None:

@@ -25,6 +25,7 @@ from metattt.parallel.line import Line
 from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan
 from metattt.training.callbacks import LossCurve
+from metattt.training.compiling import CompileWherePays
 from metattt.training.job import Job, OuterLoop
 from metattt.training.recipes import AdamW
 from metattt.training.sharding import FullyShardedData, build_divided, divided
@@ -173,13 +174,15 @@ class LanguageModeling(OuterLoop):
         if self.recipe.chunk is None:
             return super().configure_optimizers()
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
-        once = compiled and self.recipe.truncate not in (None, 1)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        may_be = any(isinstance(one, CompileWherePays) for one in callbacks)
+        once = (compiled or may_be) and self.recipe.truncate not in (None, 1)
         divides, scaled = isinstance(self.trainer.strategy, FullyShardedData), self.trainer.precision == "16-mixed"
         for wrong, reason, instead in (
             (self.line is not None, "trainer=time_parallel, which divides windows itself", "trainer=default"),
             (divides, "trainer=fsdp, which divides gradients", "trainer=ddp"),
             (scaled, "trainer.precision=16-mixed, which scales losses", "trainer.precision=bf16-mixed"),
-            (once, "compile=true, whose graphs run backwards once", "training.truncate=1"),
+            (once, f"compile={'auto' if may_be else 'true'}, whose graphs run backwards once", "training.truncate=1"),
         ):
             if wrong:
                 raise MetaTTTError(

@@ -29,6 +29,7 @@ from metattt.errors import MetaTTTError
 from metattt.optional import need
 from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
+from metattt.training.compiling import CompileWherePays
 from metattt.training.csv_log import logs_of
 from metattt.training.job import ForLightning, Job
 from metattt.training.launchers import is_first, processes, started_by_the_run
@@ -144,6 +145,8 @@ def _absolute(path: Any) -> Any:
 def _trainer(cfg: DictConfig) -> Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
     callbacks = [_entry(cfg, "callbacks", name, Callback) for name in cfg.get("callbacks") or {}]
+    if cfg.compile == "auto":
+        callbacks.append(CompileWherePays())
     loggers = [_entry(cfg, "logger", name, Logger) for name in cfg.get("logger") or {}]
     settings = processes(cfg.trainer)
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere

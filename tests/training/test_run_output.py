@@ -10,15 +10,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
-from runs_for_tests import TINY, column
+from runs_for_tests import TINY, column, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from metattt.composition.compose import build, compose
 from metattt.data.text import ByteTokenizer
 from metattt.errors import MetaTTTError
+from metattt.models.block import Block
 from metattt.models.language_model import LanguageModel
-from metattt.training import callbacks
+from metattt.training import callbacks, compiling
 from metattt.training.callbacks import LossCurve, Progress
 from metattt.training.csv_log import CSVLog
 from metattt.training.inner_warmup import InnerWarmup
@@ -162,3 +163,44 @@ def test_the_curve_is_drawn_at_once_then_now_and_then_and_whole_at_the_end(
     other = SimpleNamespace(**{**vars(trainer), "is_global_zero": False})
     LossCurve(str(tmp_path / "curve.png")).on_train_end(other, module)  # type: ignore[arg-type]
     assert drawn == [1, 21, 30]
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_compiled_where_the_first_batches_show_that_it_pays(
+    faster: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that resumes computes as the run did before, and measures nothing again."""
+    calls = [0, 0]  # of blocks, plain and compiled
+
+    class Counted(Block):
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            def compiled(*given: Any) -> Any:
+                calls[1] += 1
+                return Block.forward(self, *given)
+
+            self._compiled_call_impl = compiled
+
+        def forward(self, *given: Any) -> Any:  # type: ignore[override]
+            calls[0] += given[0].device.type == "cpu"  # not where operations are counted
+            return super().forward(*given)
+
+    monkeypatch.setattr("metattt.models.block.Block", Counted)
+    monkeypatch.setattr(compiling, "_now", lambda: calls[0] + calls[1] * (0.5 if faster else 2.0))
+    monkeypatch.setattr(compiling, "allow", lambda: None)
+    run = tmp_path / "run"
+    settings = ("compile=auto", "resume=auto", "trainer.val_check_interval=12", "trainer.max_steps=12")
+    assert train(tiny(corpus, run, *settings)) == 0
+    said = f"a batch takes 1 s, and {0.5 if faster else 2:g} s compiled: goes on {'compiled' if faster else 'as it is'}"
+    assert said in capsys.readouterr().err
+    calls[:] = [0, 0]
+    assert train(tiny(corpus, run, *settings[:3], "trainer.max_steps=24")) == 0
+    assert (calls[0] == 0) is faster and (calls[1] > 0) is faster
+    assert "a batch takes" not in capsys.readouterr().err
+    with pytest.raises(MetaTTTError, match=r"compile=auto, whose graphs run backwards once: set training\.truncate=1"):
+        train(tiny(corpus, tmp_path / "other", "compile=auto", "training.chunk=8", "training.truncate=2"))
+
+
+def test_a_class_that_divides_blocks_is_not_measured() -> None:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(on_block=None))
+    with pytest.raises(MetaTTTError, match="compile=auto is for trainer=default"):
+        compiling.CompileWherePays().on_train_start(trainer, None)
