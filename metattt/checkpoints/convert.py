@@ -13,7 +13,7 @@ from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record, modules
 from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import Weights, read_weights
 from metattt.errors import MetaTTTError, check_choice
-from metattt.io import write_whole
+from metattt.io import digest, write_whole
 from metattt.models.published import from_ours, to_ours, with_clipped_steps
 from metattt.models.published_config import PublishedConfig, build_empty
 
@@ -43,11 +43,12 @@ def convert(cfg: DictConfig) -> None:
     tokenizer = None if found.about.tokenizer == "bytes" else found.about.tokenizer  # bytes need no file
     if side == "ours":
         tensors, text = _published(found, cfg.direction == "to_jax")
+        beside = {PUBLISHED_CONFIG: text} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
         with new_folder(target) as folder:
-            for name, one in {PUBLISHED_CONFIG: text, TOKENIZER: tokenizer}.items():
-                if one is not None:
-                    write_whole(folder / name, one.encode())
-            write_tensors(folder / SAFETENSORS, tensors)
+            for name, one in beside.items():
+                write_whole(folder / name, one.encode())
+            checksums = {name: digest(one.encode()) for name, one in beside.items()}
+            write_tensors(folder / SAFETENSORS, tensors, json.dumps(checksums))
     else:
         tensors = found.tensors
         write_model(target, make_record(found.about.config), tensors, tokenizer)

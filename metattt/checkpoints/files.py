@@ -6,6 +6,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from metattt.checkpoints import folder as ours
 from metattt.checkpoints import rolling
 from metattt.checkpoints.folder import Tensors, standing
-from metattt.checkpoints.tensors import read_tensors
+from metattt.checkpoints.record import PUBLISHED_CONFIG
+from metattt.checkpoints.tensors import read_described
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, inside, path_of, read_object
+from metattt.io import check_own, digest, inside, parse, path_of, read_object
 
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
 #: names that releases have
@@ -84,7 +86,22 @@ def read_content(file: Path, tensors: Tensors = "all") -> dict[str, Any]:
     if file.name.endswith(".index.json"):
         return _read_index(file)
     check_own(file)
-    return dict(read_tensors(file)) if file.suffix == ".safetensors" else _read_torch(file)
+    return _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
+
+
+def _read_safetensors(file: Path) -> dict[str, Any]:
+    """Tensors; what `metattt convert` has written beside them is compared with its checksums."""
+    tensors, about = read_described(file)
+    known: Any = None
+    with suppress(MetaTTTError):  # another program's words
+        known = parse(about, str(file))
+    for name in (PUBLISHED_CONFIG, ours.TOKENIZER):
+        other = file.with_name(name)
+        if isinstance(known, dict) and name in known and other.is_file() and digest(other.read_bytes()) != known[name]:
+            raise MetaTTTError(
+                f"{other} is not the one that was written with {file.name} (checksum): take both from the same place"
+            )
+    return dict(tensors)
 
 
 def _read_torch(file: Path) -> dict[str, Any]:

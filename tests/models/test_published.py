@@ -267,6 +267,15 @@ def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
     assert main(["convert", f"source={tmp_path}/jax", f"target={tmp_path}/again"]) == 0
     assert same(load_file(tmp_path / "again/model.safetensors"), load_file(tmp_path / "ours=1/model.safetensors"))
 
+    for folder, text in (("theirs", ""), ("back", "config.json is not the one that was written with model.safetensors")):
+        file = tmp_path / folder / "config.json"  # where nobody has written a checksum, a number may be any
+        file.write_text(file.read_text().replace("1e-06", "1e-05"))
+        if not text:
+            load_model(tmp_path / folder)
+            continue
+        with pytest.raises(MetaTTTError, match=text):
+            load_model(tmp_path / folder)
+
 
 def test_any_model_of_ours_is_loaded_from_a_folder(tmp_path: Path) -> None:
     cfg = compose("preset=tiny", "layer=retnet", job="language_model")
