@@ -149,7 +149,8 @@ def _disturb(kind: str, way: str, run: Path, whole: Path, times: int, seconds: f
     while disturbed < times and not fault:
         life = Life(kind, run)
         in_a_write, was_alive = _wait_for_moment(life, seconds, draw), life.alive()
-        life.disturb(way, draw)
+        if was_alive:  # else what is still there of it would be killed at its end, as if by itself
+            life.disturb(way, draw)
         codes = life.wait()
         if not was_alive or (way == "full disk" and not any(codes)):  # it was complete before
             fault = f"undisturbed, it ended with {codes}" if any(codes) else ""
