@@ -74,6 +74,9 @@ class Life:
         while None in (codes := [process.poll() for process in self.processes]) and time.monotonic() < end:
             if any(codes):
                 end = min(end, time.monotonic() + STOP_SECONDS)
+            if any(codes) and not self.is_under_way():  # they do not know each other: torchrun and SLURM end the others
+                for process in self.processes:
+                    process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
         for process in self.processes:
             process.kill()
