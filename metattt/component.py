@@ -60,12 +60,8 @@ class Component(Declared):
             self.__dict__["belongs"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.belongs and name in self.fixed and not callable(value) and value != getattr(self, name, None):
-            raise MetaTTTError(
-                f"{type(self).__name__}.{name} = {value!r} comes too late, it was used when the layer was built: "
-                "build a new "
-                f"layer with {name}={value}"
-            )
+        if self.belongs:
+            self.refuse_late(name, value)
         kind = type(self)
         if not self.belongs and (name in self._reserved or _shadows(kind, name, value)):
             raise MetaTTTError(_taken(kind, name))

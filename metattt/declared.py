@@ -72,6 +72,14 @@ class WithSettings:
             if (value := getattr(self, name, REQUIRED)) is not REQUIRED:
                 one.check(self._key(one.alias or name), value)
 
+    def refuse_late(self, name: str, value: object) -> None:
+        """Raises an error for another value of a setting that was used when the layer was built."""
+        if name in self.fixed and not callable(value) and value != getattr(self, name, None):
+            raise MetaTTTError(
+                f"{type(self).__name__}.{name} = {value!r} comes too late, it was used when the layer was built: "
+                f"build a new layer with {name}={value}"
+            )
+
     def create_modules(self) -> None:
         """Creates the modules and parameters that depend on the settings alone. The settings have been checked
         before."""

@@ -67,15 +67,19 @@ class TTTLayer(PlannedLayer):
     """
 
     # dim, num_heads, the parts, form, group_size and outer are declared in the base classes
-    output_norm: bool | Literal["head_rms", "head_layer", "rms"] = setting(default=True, advice=" (LayerNorm)")
-    norm_eps: float | None = setting(default=None, above=0)
-    norm_eps_scale: Literal["head_dim", "none"] = setting(default="none")
-    output_gate: bool | Literal["gelu", "silu", "sigmoid"] = setting(default=False, alias="gate", advice=" (gelu)")
-    gate_rank: int | Literal["head_dim"] | None = setting(
-        default=None, advice=", head_dim, or null for a full projection"
+    output_norm: bool | Literal["head_rms", "head_layer", "rms"] = setting(
+        default=True, advice=" (LayerNorm)", fixed=True
     )
-    output_bias: bool = setting(default=False)
-    init: Literal["normal", "xavier"] = setting(default="normal", kw_only=True)
+    norm_eps: float | None = setting(default=None, above=0, fixed=True)
+    norm_eps_scale: Literal["head_dim", "none"] = setting(default="none", fixed=True)
+    output_gate: bool | Literal["gelu", "silu", "sigmoid"] = setting(
+        default=False, alias="gate", advice=" (gelu)", fixed=True
+    )
+    gate_rank: int | Literal["head_dim"] | None = setting(
+        default=None, advice=", head_dim, or null for a full projection", fixed=True
+    )
+    output_bias: bool = setting(default=False, fixed=True)
+    init: Literal["normal", "xavier"] = setting(default="normal", kw_only=True, fixed=True)
 
     def create_modules(self) -> None:
         dim, head, width = self.dim, self.head_dim, self.num_heads * self.head_dim

@@ -26,14 +26,14 @@ from metattt.tasks.base import Task
 class PlannedLayer(SequenceLayer):
     """The part of `TTTLayer` that checks and plans; its settings are documented there."""
 
-    num_heads: int = setting()
+    num_heads: int = setting(fixed=True)
     task: Task = setting()
     learner: Learner = setting()
     optimizer: InnerOptimizer = setting()
-    _form: str = setting(default="auto", kw_only=True, alias="form")
+    _form: str = setting(default="auto", kw_only=True, alias="form", fixed=True)
     group_size: int | None = setting(default=None, kw_only=True, least=0, advice=" (0 stores everything, null chooses)")
     outer: Literal["exact", "first_order"] = setting(default="exact", kw_only=True)
-    of_heads: int | None = setting(default=None, kw_only=True, advice=", or null for num_heads")
+    of_heads: int | None = setting(default=None, kw_only=True, advice=", or null for num_heads", fixed=True)
     _plan: Plan = setting(init=False)
 
     def check_settings(self) -> None:
@@ -93,6 +93,8 @@ class PlannedLayer(SequenceLayer):
 
     def _planned(self) -> Plan:
         learner, rule, width = self.learner, self.optimizer, self.task.input_dim
+        for part in (self.task, learner, rule):
+            part.check_settings()  # which may have been assigned since
         if learner.step_scales and rule.scale_free:
             raise MetaTTTError(
                 f"learner.step_scale multiplies gradients, whose length {type(rule).__name__} ignores: "
@@ -159,6 +161,8 @@ class PlannedLayer(SequenceLayer):
             raise MetaTTTError(
                 f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
             )
+        if "_plan" in self.__dict__:
+            self.refuse_late(name, value)
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

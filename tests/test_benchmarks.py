@@ -88,9 +88,12 @@ def test_a_wrong_kernel_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_pat
 # -- metattt bench -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chosen", ["layer=ttt_linear", "layer=mttt_linear", "layer=mamba2_mixer"])
+@pytest.mark.parametrize("chosen", [
+    "layer=ttt_linear", "layer=mttt_linear", "layer=mamba2_mixer", "layer=vittt",
+    "layer=custom learner=mlp optimizer.mini_batch_size=null",
+])  # fmt: skip
 def test_any_layer_is_checked_and_timed(chosen: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", chosen, "dim=64", "length=32", "rounds=1"]) == 0
+    assert main(["bench", *chosen.split(), "dim=64", "length=36", "rounds=1"]) == 0
     said = capsys.readouterr().out
     assert "FAIL" not in said and "forward + backward" in said
     if chosen == "layer=ttt_linear":

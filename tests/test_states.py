@@ -49,6 +49,14 @@ def test_a_state_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert torch.equal(layer(x[:, 13:], found)[0], layer(x[:, 13:], state)[0])
 
 
+def test_a_state_of_tokens_that_are_read_together(tmp_path: Path) -> None:
+    """Its positions are one number for all tokens."""
+    for name in ("self_attention", "linear_attention_image"):
+        _, state = metattt.build(name, dim=16, num_heads=2)(torch.randn(1, 9, 16))
+        state.save(tmp_path / "state")
+        assert same(State.load(tmp_path / "state"), state)
+
+
 def test_a_memory_of_a_model(tmp_path: Path) -> None:
     model = made("layer=ttt_mlp")[0].bfloat16()
     ids, file = torch.randint(257, (2, 40)), tmp_path / "memory"
@@ -98,9 +106,9 @@ def test_another_model(tmp_path: Path) -> None:
     LanguageModelState.load(tmp_path / "with")
     with pytest.raises(MetaTTTError, match="does not name its model"):
         LanguageModelState.load(tmp_path / "without", model=model)
-    with pytest.raises(MetaTTTError, match=r"holds a State: load it with State\.load"):
+    with pytest.raises(MetaTTTError, match=r"holds a State: load it with metattt\.state\.State\.load"):
         LanguageModelState.load(tmp_path / "layer")
-    with pytest.raises(MetaTTTError, match=r"holds a LanguageModelState: load it with LanguageModelState\.load"):
+    with pytest.raises(MetaTTTError, match=r"holds a LanguageModelState: load it with metattt\.models\.language_model\.LanguageModelState\.load"):
         State.load(tmp_path / "without")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -78,6 +78,8 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
         MetaTTTError: a checkpoint, text or setting that cannot be used; `NotFinite`, if the weights diverge.
     """
     chosen = settings(AdaptSettings, cfg, checkpoint=NO_CHECKPOINT)
+    if OmegaConf.is_missing(cfg.data, "path"):
+        raise MetaTTTError("no texts are given: add data.path=<file, folder or list of these>")
     for key, value in {"batch_size": chosen.batch_size, "data.documents": chosen.data.documents}.items():
         if value is not None:
             check_integer(key, value)

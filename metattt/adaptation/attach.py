@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
             later tokens.
     """
     check_choice("how", how, ("beside", "replace"))
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+        raise MetaTTTError(f"attach takes a causal language model of Transformers, and not a {type(model).__name__}")
     names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
     if not names:
         near = [name for name, one in model.named_modules() if name.endswith(("self_attn", "attn", "down_proj"))]
@@ -67,7 +70,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         if isinstance(module, _Beside | _InPlace):
             raise MetaTTTError(f"{name} has an attached layer already: call its `detach()` first")
         if layer == IN_PLACE:
-            made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), dict(settings))
+            mlp = model.get_submodule(name.rpartition(".")[0])
+            made[name] = _InPlace(name, module, call, mlp, _width(model), dict(settings))
         else:
             made[name] = _Beside(name, module, call, layer, how, _width(model), settings)
     causality = Causality()
@@ -155,6 +159,8 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
             f"{file} names classes of its own, which a file cannot have run: attach such a layer yourself"
         )
     if model is None:
+        if not about["base"]:
+            raise MetaTTTError(f"{file} does not name its pretrained model, which had no name: give model=<the model>")
         need("transformers", extra="hf", what="the pretrained model")
         from transformers import AutoModelForCausalLM
 
@@ -342,12 +348,16 @@ class _Beside(nn.Module):
 class _InPlace(nn.Module):
     """A linear map of an MLP with fast weights, and where its labels come from."""
 
-    def __init__(self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, settings: dict[str, Any]):
+    def __init__(self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, width: int, settings: dict[str, Any]):
         super().__init__()
         labels = settings.pop("labels", "hidden")
         check_choice("labels", labels, ("hidden", "embeddings"))
-        if not isinstance(linear, nn.Linear):
-            raise MetaTTTError(f"{name} is a {type(linear).__name__}: layer={IN_PLACE} takes linear maps of MLPs")
+        is_mlp = len(signature(mlp.forward).parameters) == 1
+        if not isinstance(linear, nn.Linear) or not is_mlp or linear.out_features != width:
+            raise MetaTTTError(
+                f"{name} is a {type(linear).__name__}: layer={IN_PLACE} takes linear maps of MLPs, the last of each, "
+                f"which makes the {width} features of the model"
+            )
         try:
             self.map = InPlaceLinear(linear, **settings)
         except TypeError as error:
@@ -380,9 +390,8 @@ class _InPlace(nn.Module):
         self.__dict__["entered"] = args[0]
 
 
-def _width(model: nn.Module) -> int:
-    width: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
-    return width
+def _width(model: Any) -> int:
+    return int(model.config.hidden_size)
 
 
 def _heads(attention: nn.Module, dim: int) -> int:

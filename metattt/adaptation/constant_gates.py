@@ -18,6 +18,8 @@ def constant_gates(rule: BlockRule, names: list[str]) -> Gates:
     Raises:
         MetaTTTError: a rule that moves its weights token by token, or whose gates depend on the tokens.
     """
+    if isinstance(rule, type):
+        raise MetaTTTError(f"rule is the class {rule.__name__}: make one, {rule.__name__}(mini_batch_size=64)")
     name = type(rule).__name__
     if not isinstance(rule, BlockRule):
         raise MetaTTTError(

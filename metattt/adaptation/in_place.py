@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.errors import check_flag, check_integer, check_number
+
 TAPS = 5  # of the convolution, two of them ahead
 
 
@@ -44,10 +46,16 @@ class InPlaceLinear(nn.Module):
         chunk: c (tokens).
         lr: step size.
         project: whether there is a P `[D, D]`, which begins with the identity; else v = conv(t).
+
+    Raises:
+        MetaTTTError: a setting of another type, or a chunk without tokens.
     """
 
     def __init__(self, linear: nn.Linear, chunk: int = 4096, lr: float = 1.0, project: bool = True):
         super().__init__()
+        check_integer("chunk", chunk)
+        check_number("lr", lr)
+        check_flag("project", project)
         self.linear, self.chunk, self.lr = linear, chunk, lr
         weight = linear.weight
         self.conv = nn.Parameter(weight.new_zeros(linear.out_features, 1, TAPS))

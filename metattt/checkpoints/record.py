@@ -13,7 +13,7 @@ the keys of their constructors, before any of it is imported, called or allocate
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,14 @@ def record_config(
     Raises:
         MetaTTTError: a component that is not known here or not allowed, or values that are no configuration.
     """
+    trust = modules(trust)
     try:
         config = OmegaConf.create(to_targets(record["config"], origin, skip, trust))
         OmegaConf.to_container(config, resolve=True)  # references that lead nowhere, or in a circle
+    except Untrusted as error:
+        needed = [*trust, *(one for one in own_modules(record["config"]) if one not in trust)]
+        advice = f"If you trust that code, and know that the file means it: add {as_override(needed)}"
+        raise MetaTTTError(f"{error}\n{advice}") from error
     except (OmegaConfBaseException, RecursionError) as error:
         raise MetaTTTError(f"{origin} cannot be read as a configuration: {first_line(error)}") from error
     assert isinstance(config, DictConfig)
@@ -222,13 +227,26 @@ def check_target(target: Any, node: Mapping[str, Any], origin: object, trust: Co
     if any(target == one or target.startswith(f"{one}.") for one in trust):
         return
     if target not in LIBRARIES and not _is_module(target):
-        module = target.rpartition(".")[0] or target
-        raise MetaTTTError(
-            f"{origin} names {target[:200]!r}, which is no registered component; a file may not say what is run.\n"
-            f"If you trust that code, and know that the file means it: add trust={module[:200]}"
+        raise Untrusted(
+            f"{origin} names {target[:200]!r}, which is no registered component; a file may not say what is run"
         )
     if target in LIBRARIES:
         check_keys(target, target, node, origin)
+
+
+class Untrusted(MetaTTTError):
+    """A configuration names a class that is neither registered nor trusted."""
+
+
+def own_modules(config: Any) -> list[str]:
+    """The modules that `trust=` must name for a configuration as it is written: of classes that no name stands for."""
+    targets = [str(value) for path, value in leaves(config) if path and path[-1] == "_target_"]
+    return sorted({one.rpartition(".")[0] or one for one in targets if one not in LIBRARIES and not _is_module(one)})
+
+
+def as_override(needed: Sequence[str]) -> str:
+    """`trust=` with these modules."""
+    return f"trust={needed[0]}" if len(needed) == 1 else f"trust=[{','.join(needed)}]"
 
 
 def _is_module(target: str) -> bool:

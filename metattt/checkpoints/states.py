@@ -85,7 +85,8 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
         raise MetaTTTError(f"{file} is damaged: it does not hold the tensors of its state")
     state = _as_state(put_together(content, {name: one.to(device, copy=True) for name, one in tensors.items()}), file)
     if type(state) is not kind:
-        raise MetaTTTError(f"{file} holds a {type(state).__name__}: load it with {type(state).__name__}.load")
+        found = type(state)
+        raise MetaTTTError(f"{file} holds a {found.__name__}: load it with {found.__module__}.{found.__name__}.load")
     return state
 
 

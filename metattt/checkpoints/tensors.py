@@ -121,6 +121,8 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") ->
 def alone(tensor: Tensor) -> Tensor:
     """The tensor on the CPU, with no other in its memory: the format refuses those that share some."""
     tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():  # of one number, any is called contiguous
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 

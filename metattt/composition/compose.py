@@ -65,7 +65,10 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
     Raises:
         MetaTTTError: for an override that is misspelt, of a wrong type or not among the choices.
     """
-    given = [f"layer={one}" if isinstance(one, str) and one.isidentifier() else one for one in overrides]
+    names = [one for one in overrides if isinstance(one, str) and one.isidentifier()]
+    if len(names) > 1:
+        raise MetaTTTError(f"build makes one layer, and {', '.join(names)} are {len(names)} names: give one")
+    given = [f"layer={one}" if one in names else one for one in overrides]
     for key, value in settings.items():
         if value is not None and not isinstance(value, str | numbers.Real | list | tuple | dict):
             raise MetaTTTError(

@@ -14,7 +14,7 @@ from metattt.errors import MetaTTTError
 S = TypeVar("S")
 
 
-NO_CHECKPOINT = "no checkpoint is given: add checkpoint=<run folder or .ckpt file>"
+NO_CHECKPOINT = "no checkpoint is given: add checkpoint=<a run's folder, or a checkpoint in it>"
 
 
 def settings(schema: type[S], cfg: DictConfig, **required: str) -> S:

@@ -12,7 +12,7 @@ from metattt.data.sequences import Part, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of, scored_by
 from metattt.evaluation.output import check_same, finite, table, tracked
-from metattt.measures.labelled import answers, losses_and_hits
+from metattt.measures.labelled import answers, is_asked, losses_and_hits
 
 OF_TRAINING = ("seed", "batch_size", "num_workers")  # fields of the data that do not choose the sequences
 
@@ -25,11 +25,17 @@ class SequenceScores(NamedTuple):
         loss: `[n]` mean cross-entropy (nats), or squared error.
         accuracy: `[n]` share of right answers; None where numbers are asked for.
         sequences: their number.
+        counts: `[n]` of them, those that ask so many questions.
     """
 
     loss: Tensor
     accuracy: Tensor | None
     sequences: int
+    counts: Tensor
+
+    def mean(self, values: Tensor) -> float:
+        """Over all questions of all sequences."""
+        return float((values * self.counts).sum() / self.counts.sum())
 
 
 def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
@@ -41,6 +47,8 @@ def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
     chosen = job.chosen
     if chosen.split not in ("validation", "test"):
         raise MetaTTTError(f"split={chosen.split} has no end, or is for text: set split=validation or split=test")
+    if chosen.inner_loss:
+        raise MetaTTTError("inner_loss=true is for text and images, and these are synthetic sequences: leave it out")
     for key, value in job.changes.items():
         raise MetaTTTError(
             f"data.{key}={value} does not apply: a model is evaluated on sequences like those of its run"
@@ -77,19 +85,26 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
         MetaTTTError: answers that are not finite.
     """
     device = next(model.parameters()).device
-    losses, hits, count = [], [], 0
+    losses, hits, numbers, count = [], [], [], 0
     for batch in tracked(data.loader(part), "sequences"):
         found, labels = answers(model, *(one.to(device) for one in batch))
         loss, hit = losses_and_hits(finite(found), labels)
         count += len(batch[0])
-        losses.append(loss.double().cpu().view(len(batch[0]), -1))  # every sequence has as many questions
-        hits += [] if hit is None else [hit.double().cpu().view(len(batch[0]), -1)]
-    return SequenceScores(torch.cat(losses).mean(0), torch.cat(hits).mean(0) if hits else None, count)
+        asked = is_asked(batch[1])
+        numbers.append(asked.cumsum(1)[asked] - 1)
+        losses.append(loss.double().cpu())
+        hits += [] if hit is None else [hit.double().cpu()]
+    counts = torch.cat(numbers).bincount()
+
+    def means(values: list[Tensor]) -> Tensor:
+        return torch.cat(numbers).bincount(torch.cat(values)) / counts
+
+    return SequenceScores(means(losses), means(hits) if hits else None, count, counts)
 
 
 def _row(name: str, one: SequenceScores) -> list[object]:
-    accuracy = "" if one.accuracy is None else 100 * one.accuracy.mean().item()
-    return [name, one.sequences, accuracy, *(value.item() for value in (one.loss.mean(), one.loss[0], one.loss[-1]))]
+    accuracy = "" if one.accuracy is None else 100 * one.mean(one.accuracy)
+    return [name, one.sequences, accuracy, one.mean(one.loss), one.loss[0].item(), one.loss[-1].item()]
 
 
 def _curve(name: str, one: SequenceScores) -> list[tuple[Any, ...]]:

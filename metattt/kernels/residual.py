@@ -30,7 +30,7 @@ class ResidualKernel(Kernel):
         if names not in (set(self.weights), set(self.weights[::2])) or set(learner.slow) != {"norm_scale", "norm_bias"}:
             return "the learner has other weights"
         if not task.squared_error:
-            return "the loss is not ½‖f(k) − v‖²"
+            return "the task does not say that its loss is ½‖f(k) − v‖² (squared_error = True)"
         return linear_rule(optimizer)
 
 

@@ -47,11 +47,11 @@ class Learner(Component, ABC):
     takes_groups = False  #: True if k and v may have fewer heads than q (grouped-query heads); else each gets a copy
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
     _group = "learner"
-    residual: bool = setting(default=False, kw_only=True)
-    norm: bool = setting(default=False, kw_only=True)
-    learn_init: bool = setting(default=True, kw_only=True)
-    trainable: list[str] | None = setting(default=None, kw_only=True, always=True)
-    step_scale: Mapping[str, float] | float | None = setting(default=None, kw_only=True, always=True)
+    residual: bool = setting(default=False, kw_only=True, fixed=True)
+    norm: bool = setting(default=False, kw_only=True, fixed=True)
+    learn_init: bool = setting(default=True, kw_only=True, fixed=True)
+    trainable: list[str] | None = setting(default=None, kw_only=True, always=True, fixed=True)
+    step_scale: Mapping[str, float] | float | None = setting(default=None, kw_only=True, always=True, fixed=True)
     _reserved = Component._reserved | {"init", "slow", "shapes", "step_scales"}
     init: nn.ParameterDict = setting(init=False)  #: W0, by name: [H, *shape]
     slow: nn.ParameterDict = setting(init=False)  #: outer-loop weights of f: [H, *shape]
@@ -93,7 +93,7 @@ class Learner(Component, ABC):
                     f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false"
                 )
             self._begin()
-            weights = declared(self.weights(d_in, d_out), type(self).__name__)
+            weights = declared(self.weights(d_in, d_out), type(self).__name__, self.has_weights)
             if self.norm:
                 weights["norm_scale"] = Weight((d_out,), value=1.0, fast=False, layer="norm")
                 weights["norm_bias"] = Weight((d_out,), 0.0, fast=False, layer="norm")

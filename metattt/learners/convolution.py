@@ -38,9 +38,9 @@ class Convolution(Learner):
 
     residual = True
     norm = True
-    over: Literal["features", "tokens"] = setting(default="features")
-    width: int = setting(default=3)
-    channels: int = setting(default=4)
+    over: Literal["features", "tokens"] = setting(default="features", fixed=True)
+    width: int = setting(default=3, fixed=True)
+    channels: int = setting(default=4, fixed=True)
     activation: str = setting(default="gelu_tanh", among=ACTIVATIONS)
 
     def configure(self) -> None:

@@ -35,7 +35,7 @@ class Depthwise(Learner):
 
     mixes_tokens = True
     causal = False
-    size: int = setting(default=3)
+    size: int = setting(default=3, fixed=True)
     columns: int | None = setting(default=None, advice=", or null for a square")
 
     def check_settings(self) -> None:

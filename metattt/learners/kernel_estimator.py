@@ -52,7 +52,7 @@ class KernelEstimator(NonParametric):
     kernel: Literal["exponential", "gaussian", "nearest"] = setting(default="exponential")
     bandwidth: float | None = setting(default=None, above=0, advice=", or null for the root of the head width")
     neighbours: int = setting(default=8)
-    with_bias: bool = setting(default=False, alias="bias")
+    with_bias: bool = setting(default=False, alias="bias", fixed=True)
     window: int | None = setting(default=None, kw_only=True, advice=", or null for all tokens")
     sinks: int = setting(default=0, kw_only=True, least=0, most=MOST_SINKS)
 

@@ -22,7 +22,7 @@ class Linear(Learner):
 
     residual = True
     norm = True
-    with_bias: bool = setting(default=True, alias="bias")
+    with_bias: bool = setting(default=True, alias="bias", fixed=True)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         weights = {"w1": Weight((d_in, d_out), std=0.02 if self.learn_init else 0.0)}

@@ -51,11 +51,11 @@ class MLP(Learner):
 
     residual = True
     norm = True
-    depth: int = setting(default=2, most=MAX_DEPTH)
-    expansion: float = setting(default=4.0, above=0)
+    depth: int = setting(default=2, most=MAX_DEPTH, fixed=True)
+    expansion: float = setting(default=4.0, above=0, fixed=True)
     activation: str = setting(default="gelu_tanh", among=ACTIVATIONS)
-    with_bias: bool = setting(default=True, alias="bias")
-    drawn: Literal["normal", "xavier"] = setting(default="normal", alias="init")
+    with_bias: bool = setting(default=True, alias="bias", fixed=True)
+    drawn: Literal["normal", "xavier"] = setting(default="normal", alias="init", fixed=True)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         widths = [d_in, *[max(1, round(self.expansion * d_in))] * (self.depth - 1), d_out]

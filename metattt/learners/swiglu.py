@@ -24,7 +24,7 @@ class SwiGLU(Learner):
         MetaTTTError: an expansion that is not positive.
     """
 
-    expansion: float = setting(default=2.0, above=0)
+    expansion: float = setting(default=2.0, above=0, fixed=True)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         hidden = max(1, round(self.expansion * d_in))

@@ -36,7 +36,7 @@ class Transformer(Learner):
 
     norm = True
     num_heads: int = setting(default=1)
-    expansion: float = setting(default=4.0, above=0)
+    expansion: float = setting(default=4.0, above=0, fixed=True)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         if d_in % self.num_heads:

@@ -44,13 +44,14 @@ class Weight:
         return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
 
 
-def declared(weights: object, kind: str) -> dict[str, Weight]:
-    """What `weights` of a learner called `kind` has returned.
+def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
+    """What `weights` of a learner called `kind` has returned; `needed`: its hidden state is weights.
 
     Raises:
         MetaTTTError: not weights by name.
     """
-    if not isinstance(weights, Mapping) or not all(isinstance(weight, Weight) for weight in weights.values()):
+    named = isinstance(weights, Mapping) and all(isinstance(weight, Weight) for weight in weights.values())
+    if not isinstance(weights, Mapping) or not named or (needed and not weights):
         raise MetaTTTError(
             f"{kind}.weights returns {weights}: it must return a Weight by name, such as {{'w': Weight((d_in, d_out))}}"
         )

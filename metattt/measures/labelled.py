@@ -22,12 +22,16 @@ def answers(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         Logits `[N, V]` and classes `[N]`; or numbers `[N]` and numbers `[N]`, in the order of `labels.flatten()`.
     """
+    asked = is_asked(labels)
     if labels.is_floating_point():
-        asked = ~labels.isnan()
         return model(inputs)[asked], labels[asked]
-    asked = labels != NO_LABEL
     features, _ = model.features(inputs)
     return model.head(features[asked]), labels[asked]  # logits of the other tokens are never made
+
+
+def is_asked(labels: Tensor) -> Tensor:
+    """Where there is a label, of labels as `answers` takes them."""
+    return ~labels.isnan() if labels.is_floating_point() else labels != NO_LABEL
 
 
 def losses_and_hits(found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -34,10 +34,10 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
 
     feature_map = "silu"
     normalize_qk = True
-    erase: Literal["none", "constant", "per_channel"] = setting(default="per_channel")
+    erase: Literal["none", "constant", "per_channel"] = setting(default="per_channel", fixed=True)
     erase_scale: float = setting(default=1.0, above=0)
-    write: Literal["none", "per_channel"] = setting(default="none")
-    correction: float | None = setting(default=None, advice=", or null for none")
+    write: Literal["none", "per_channel"] = setting(default="none", fixed=True)
+    correction: float | None = setting(default=None, advice=", or null for none", fixed=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

@@ -25,7 +25,7 @@ class DecodedReconstruction(Task):
         decoder_norm: LayerNorm, per head, on the reconstruction.
     """
 
-    decoder_norm: bool = setting(default=True)
+    decoder_norm: bool = setting(default=True, fixed=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.num_heads, self.head_dim, self.label_dim = num_heads, head_dim, dim

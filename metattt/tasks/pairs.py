@@ -31,7 +31,7 @@ class Pairs(Reconstruction, takes=("count", "feature_map", "normalize_qk", "shor
 
     feature_map = "silu"
     normalize_qk = True
-    count: int = setting(default=2, most=1024)
+    count: int = setting(default=2, most=1024, fixed=True)
     scale: float = setting(default=2.0, above=0)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:

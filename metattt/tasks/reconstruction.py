@@ -78,13 +78,13 @@ class Reconstruction(Task):
             from a call with rope=map, tokens that are no square.
     """
 
-    projections: Literal["separate", "shared_qk", "no_key"] = setting(default="separate", alias="views")
-    conv_width: int = setting(default=4)
-    rope: Literal["none", "mini_batch", "full", "map"] = setting(default="none")
+    projections: Literal["separate", "shared_qk", "no_key"] = setting(default="separate", alias="views", fixed=True)
+    conv_width: int = setting(default=4, fixed=True)
+    rope: Literal["none", "mini_batch", "full", "map"] = setting(default="none", fixed=True)
     rope_theta: float = setting(default=10000.0, above=0)
     feature_map: Literal["identity", "elu", "silu"] = setting(default="identity")
     normalize_qk: bool = setting(default=False)
-    bias: bool = setting(default=False)
+    bias: bool = setting(default=False, fixed=True)
     corruption: Literal["none", "noise", "mask"] = setting(default="none")
     corruption_rate: float = setting(default=0.1, least=0)
     seed: int | None = setting(default=None, least=0, most=2**62)
@@ -92,12 +92,12 @@ class Reconstruction(Task):
         setting(default="squared", alias="loss")
     )
     huber_delta: float = setting(default=1.0, above=0)
-    kv_heads: int | None = setting(default=None, kw_only=True, advice=", or null for one of each head")
-    qk_norm: bool = setting(default=False, kw_only=True)
+    kv_heads: int | None = setting(default=None, kw_only=True, advice=", or null for one of each head", fixed=True)
+    qk_norm: bool = setting(default=False, kw_only=True, fixed=True)
     loss_p: float = setting(default=3.0, kw_only=True, least=1)
-    huber_delta_from: Literal["constant", "per_head"] = setting(default="constant", kw_only=True)
-    short_conv: int | None = setting(default=None, kw_only=True, advice=" (taps), or null for none")
-    short_conv_v: bool = setting(default=True, kw_only=True)
+    huber_delta_from: Literal["constant", "per_head"] = setting(default="constant", kw_only=True, fixed=True)
+    short_conv: int | None = setting(default=None, kw_only=True, advice=" (taps), or null for none", fixed=True)
+    short_conv_v: bool = setting(default=True, kw_only=True, fixed=True)
     rope_columns: int | None = setting(default=None, kw_only=True, advice=", or null for a square map")
 
     def configure(self) -> None:

@@ -29,7 +29,7 @@ class RWKV7Views(Reconstruction, takes=()):
         MetaTTTError: a value that is not allowed.
     """
 
-    rank: int | Literal["head_dim"] = setting(default="head_dim", advice=", or head_dim")
+    rank: int | Literal["head_dim"] = setting(default="head_dim", advice=", or head_dim", fixed=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

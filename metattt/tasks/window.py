@@ -42,8 +42,8 @@ class WindowViews(Reconstruction, takes=TAKEN):
 
     normalize_qk = True
     window: int = setting(default=4, most=2**16)
-    gate: Literal["none", "per_head"] = setting(default="per_head")
-    degree: int = setting(default=1, most=8)
+    gate: Literal["none", "per_head"] = setting(default="per_head", fixed=True)
+    degree: int = setting(default=1, most=8, fixed=True)
     loss_name: Literal["squared", "mean_squared", "dot", "huber", "cosine", "kl"] = setting(
         default="squared", alias="loss"
     )

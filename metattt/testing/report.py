@@ -15,6 +15,7 @@ from metattt.catalog.equations import computed
 from metattt.composition.instantiate import instantiate_layer, instantiate_part
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
+from metattt.state import WHOLE_CALL
 from metattt.testing.foreign import Subject, examine
 from metattt.testing.laws import LAWS
 from metattt.testing.specimen import Found, NotApplicable, Specimen
@@ -61,10 +62,14 @@ def _of_layer(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
     for line in computed(layer):
         console.print(line, markup=False)
     size, used = layer.optimizer.mini_batch_size, spec.make().optimizer.mini_batch_size
+    whole_call = size == WHOLE_CALL
     if used < size:
-        console.print(f"mini-batches of {used} tokens instead of {size}, so that short sequences cross their ends")
+        told = "one for each call" if whole_call else str(size)
+        console.print(f"mini-batches of {used} tokens instead of {told}, so that short sequences cross their ends")
     for law in LAWS.values():
         try:
+            if whole_call and law.name == "splits":
+                raise NotApplicable("optimizer.mini_batch_size=null learns each call as one mini-batch")
             yield law.title, law.judge(spec)
         except NotApplicable as reason:
             yield law.title, Found(None, law.bound, f"does not apply: {reason}", False)

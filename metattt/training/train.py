@@ -20,7 +20,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from metattt.checkpoints.record import RECORD
+from metattt.checkpoints.record import RECORD, as_override, own_modules, to_names
 from metattt.checkpoints.rolling import path_of
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.messages import first_line
@@ -113,7 +113,9 @@ def _run(begin: Start, console: Console) -> int:
         _files(console, trainer, folder)
         job.sample(console, module)
     except Interrupted as stop:
-        console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train resume={folder}")
+        own = own_modules(to_names(OmegaConf.to_container(cfg)))
+        words = [f"resume={folder}", *([as_override(own)] if own else [])]
+        console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train {' '.join(words)}")
         return 0 if started_by_the_run() else stop.exit_code
     except RuntimeError as error:
         if trainer.world_size == 1 or not LOST.search(str(error)):

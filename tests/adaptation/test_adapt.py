@@ -76,6 +76,7 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
         ("fast=heads", "fast=heads names no parameter"),
         ("batch_size=0", "batch_size=0"),
         ("fast_weights=lora", "fast"),
+        ("data.path=???", "no texts are given: add data.path="),
     ],
 )
 def test_mistakes_are_named(run: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

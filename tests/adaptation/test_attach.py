@@ -182,9 +182,15 @@ def test_mistakes_are_named() -> None:
         (ATTENTION, "ttt_linear", {"direction": "both"}, "must not see it: Bidirectional"),
         (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
         (DOWN, "in_place", {"labels": "tokens"}, "labels=tokens"),
+        (DOWN, "in_place", {"chunk": 0}, "chunk=0"),
+        (DOWN, "in_place", {"lr": "a"}, "lr=a"),
+        ("model.layers.*.mlp.up_proj", "in_place", {}, "the last of each, which makes the 16 features"),
+        ("model.layers.*.self_attn.o_proj", "in_place", {}, "takes linear maps of MLPs"),
     ):
         with pytest.raises(MetaTTTError, match=message):
             attach(made, pattern, layer=layer, **settings)
+    with pytest.raises(MetaTTTError, match="and not a Linear"):
+        attach(nn.Linear(3, 3), "", layer="in_place")
     own = attached(made, "ttt_linear")
     with pytest.raises(MetaTTTError, match="assisted generation"):
         cache_of(made(IDS, use_cache=True)).crop(3)
@@ -226,6 +232,8 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         vocab_size=V, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))  # fmt: skip
     with pytest.raises(MetaTTTError, match="is of another model"):
         load_attached(file, other)
+    with pytest.raises(MetaTTTError, match="had no name: give model="):
+        load_attached(file)
     assert type(other.model.layers[0].mlp.down_proj) is nn.Linear
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

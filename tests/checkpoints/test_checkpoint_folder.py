@@ -352,8 +352,13 @@ def test_a_class_that_is_trusted_on_the_command_line() -> None:
     node = {"_target_": "my_package.my_module.Learner", "x": 1}
     assert to_targets(node, "run", trust=("my_package.my_module",)) == node
     assert to_targets(node, "run", trust=("my_package",)) == node
-    with pytest.raises(MetaTTTError, match=r"add trust=my_package\.my_module"):
+    with pytest.raises(MetaTTTError, match="no registered component"):
         to_targets(node, "run", trust=("my_pack", "other"))
+    named = checked_record(config(task={"_target_": "b.Task"}, learner={"_target_": "a.Learner"}), Path("run"))
+    for trust, advice in (((), r"add trust=\[a,b\]$"), ("b", r"add trust=\[b,a\]$")):  # of all, once
+        with pytest.raises(MetaTTTError, match=advice):
+            record_config(named, Path("run"), trust=trust)
+    assert record_config(named, Path("run"), trust=["a", "b"]).task == {"_target_": "b.Task"}
     assert modules(None) == () and modules("a.b") == ("a.b",) and modules(["a", "b"]) == ("a", "b")
     for bad in ("a b", "", "a..b", 3):
         with pytest.raises((MetaTTTError, TypeError)):

@@ -220,6 +220,33 @@ def test_a_run_of_vectors_learns_and_goes_on(tmp_path: Path) -> None:
     assert len(whole) > 4 and log(tmp_path / "run") == whole
 
 
+class Sometimes(RecallData):
+    """Some questions are left out."""
+
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        ids, labels = super().draw(random)
+        asked = np.flatnonzero(labels != NO_LABEL)
+        labels[[place for place in asked[1:] if random.random() < 0.5]] = NO_LABEL
+        return ids, labels
+
+
+def test_sequences_may_ask_different_numbers_of_questions() -> None:
+    data = Sometimes(pairs=4, length=24, vocab_size=16, validation_size=20)
+    sizes = ("dim=16", "num_heads=1", "model.num_layers=1", "model.vocab_size=16")
+    model = instantiate_model(compose("layer=delta_net", *sizes, job="language_model")).eval()
+    losses: list[list[float]] = [[] for _ in range(4)]
+    for index in range(20):
+        ids, labels = (torch.from_numpy(one)[None] for one in data.sequence("test", index))
+        with torch.no_grad():
+            found = losses_and_hits(*answers(model, ids, labels))[0].tolist()
+        for number, loss in enumerate(found):
+            losses[number].append(loss)
+    scores = sequences.score(model, data, "test")
+    assert scores.counts.tolist() == [len(one) for one in losses] and scores.counts[0] == 20 > scores.counts[3] > 0
+    assert scores.loss.tolist() == pytest.approx([np.mean(one) for one in losses], rel=1e-5)
+    assert scores.mean(scores.loss) == pytest.approx(np.mean(np.concatenate(losses)), rel=1e-5)
+
+
 def test_estimators_against_their_definitions() -> None:
     x, y = baselines.examples(InContextData(features=3, examples=8, noise=0.4), "test", 200)
     question = x[:, 7]

@@ -216,6 +216,32 @@ def test_settings_assigned_later_take_effect_or_are_refused(kind: type[InnerOpti
             torch.testing.assert_close(found, expected(x)[0], msg=f"{parameter.name}={value}")
 
 
+@pytest.mark.parametrize("name", [
+    "attention", "delta_net", "comba", "gated_delta_net2", "rwkv7", "ttt_mlp", "mttt_mlp", "delta_product", "omega_net", "lact",
+    pytest.param("titans", marks=pytest.mark.slow), pytest.param("mesa_net", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_settings_of_a_known_layer_assigned_later_take_effect_or_are_refused(name: str) -> None:
+    def made(*overrides: str) -> tuple[TTTLayer, dict[str, nn.Module]]:
+        layer = build(name, *overrides, dim=8, num_heads=2, seed=0).double()
+        return layer, {"task": layer.task, "learner": layer.learner, "layer": layer}
+
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    for path, part in made()[1].items():
+        for attribute, one in part._settings.items():  # type: ignore[attr-defined]
+            for value in another(one.annotation, getattr(part, attribute, None)) if one.init else ():
+                try:
+                    layer, parts = made()
+                    setattr(parts[path], attribute, value)
+                    found = layer(x)[0]
+                    expected, _ = made(f"{path}.{one.alias or attribute}={str(value).lower()}")
+                except MetaTTTError:
+                    continue
+                if attribute in ("corruption", "seed"):  # noise
+                    continue
+                expected.load_state_dict(layer.state_dict())
+                torch.testing.assert_close(found, expected(x)[0], msg=f"{path}.{attribute}={value}")
+
+
 def test_settings_that_come_too_late() -> None:
     layer = layer_of(partial(GradientDescent, 4, token_steps="shared"))
     for name, value in (("base_lr", 0.5), ("lr_scale", "none"), ("token_steps", "none"), ("mini_batch_size", 8)):
