@@ -73,6 +73,15 @@ def test_inside_a_checkpoint(name: str, group_size: int | None, reentrant: bool)
     assert compare(eager._replace(y=y.detach(), grads=found), eager) <= BOUND
 
 
+def test_a_ridge_inside_a_checkpoint() -> None:
+    """Its solver has a derivative of its own."""
+    x, layer = tokens().requires_grad_(), metattt.build("gka", dim=8, num_heads=2, seed=0).double()
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, layer.out.weight])
+    y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=False)
+    found = torch.autograd.grad(y.square().sum(), [x, layer.out.weight])
+    assert all(distance(a, b) <= BOUND for a, b in zip(found, expected, strict=True))
+
+
 @every_form
 def test_autocast(name: str) -> None:
     layer = SPECIMENS[name].make(dtype=torch.float32)
@@ -172,6 +181,16 @@ def compiled_error(spec: Specimen, backend: str, length: int) -> float:
 @pytest.mark.parametrize("name", ["dual", "summed", "primal", "online"])
 def test_compiled_in_one_graph(name: str) -> None:
     assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_compiled_for_any_length_sequences_go_on_at_places_of_their_own(length: int) -> None:
+    """Mini-batches that end in the call are committed, at whatever token of it."""
+    torch._dynamo.reset()
+    layer = SPECIMENS["mlp"].make()
+    _, state = layer(tokens(7), mask=torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]]).bool())
+    x, graph = tokens(length), torch.compile(layer, backend="eager", dynamic=True)
+    assert state.phase is None and distance(graph(x, state)[0], layer(x, state)[0]) <= BOUND
 
 
 @pytest.mark.slow

@@ -385,7 +385,7 @@ def _unaligned(
     source = source.scatter(1, target, index)[:, :-1]
     is_filled = source < length
     lengths = [min(block, columns - start) for start in range(0, columns, block)]
-    blocks = [Block(size, 0, size == block, size) for size in lengths]
+    blocks = [Block(size, 0, True if size == block else False, size) for size in lengths]  # noqa: SIM210 (as above)
     parts = is_filled.split(lengths, dim=1)
     filled = [
         (torch.arange(1, size + 1, device=open_.device) * part).amax(1)

@@ -113,12 +113,13 @@ class _Iterate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The steps in reverse: `a` is the derivative by an iterate, `w` that by its product with H + ridge."""
-        operator: Operator = ctx.saved_tensors[1:]
+        begun, *rest = ctx.saved_tensors  # once: torch.utils.checkpoint allows no more
+        operator: Operator = tuple(rest)
         ridge, iterations = ctx.settings
         step, a, later, by_q = 2 / (1 + 2 * ridge), grad, torch.zeros_like(grad), torch.zeros_like(grad)
         found = tuple(map(torch.zeros_like, operator))
         with exact(grad.device.type):
-            *ys, _ = _iterates(ctx.saved_tensors[0], operator, ridge, iterations)
+            *ys, _ = _iterates(begun, operator, ridge, iterations)
             for omega, y in zip(reversed(_omegas(ridge, iterations)), reversed(ys), strict=True):
                 w = -step * omega * a
                 by_q, found = by_q - w, tuple(map(torch.add, _by_operator(w, y, *operator), found))
