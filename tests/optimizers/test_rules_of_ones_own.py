@@ -216,10 +216,11 @@ def test_settings_assigned_later_take_effect_or_are_refused(kind: type[InnerOpti
             torch.testing.assert_close(found, expected(x)[0], msg=f"{parameter.name}={value}")
 
 
-@pytest.mark.parametrize("name", [
-    "attention", "delta_net", "comba", "gated_delta_net2", "rwkv7", "ttt_mlp", "mttt_mlp", "delta_product", "omega_net", "lact",
-    pytest.param("titans", marks=pytest.mark.slow), pytest.param("mesa_net", marks=pytest.mark.slow),
-])  # fmt: skip
+FEW = ("attention", "comba", "ttt_mlp")
+MORE = ("delta_net", "gated_delta_net2", "rwkv7", "mttt_mlp", "delta_product", "omega_net", "lact", "titans", "mesa_net")
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_settings_of_a_known_layer_assigned_later_take_effect_or_are_refused(name: str) -> None:
     def made(*overrides: str) -> tuple[TTTLayer, dict[str, nn.Module]]:
         layer = build(name, *overrides, dim=8, num_heads=2, seed=0).double()
