@@ -268,7 +268,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=titans_mag layer.shared=true", "with layer.how=sum, not gate"),
     ("layer=lact_block layer.shared=false", "go with layer.shared=true"),
     ("layer=lact_block layer.second.num_heads=3", "num_heads=3 does not divide dim=8"),
-    ("layer=lact_block task.rope_heads=8", "task.rope_heads=8 does not divide dim=8 into heads of an even width"),
+    ("layer=lact_block task.rope_heads=8", "task.rope_heads=8 does not divide 8 features into heads of an even width"),
     # mixers
     ("layer=mamba layer.group_size=-1", "layer.group_size=-1 is not allowed"),
     ("layer=mamba layer.dt_max=1e-4", "layer.dt_max=0.0001 is not allowed: it must be at least 0.001"),

@@ -285,6 +285,8 @@ def make_layout(
         if ctx.valid is not None:
             return _padded(ctx.valid, phase, period, block, each(blocks), host)
         return ColumnLayout(blocks, None, None, None, 0 if period is None else end)
+    if ctx.positions.shape[0] == 0:  # no sequences, which any layout is right for
+        return ColumnLayout(consecutive(length, 0, block)[0], None, None, None, None)
     if period is None or (open_ is None and phase is not None and not torch.compiler.is_compiling()):
         at = "cpu" if not torch.compiler.is_compiling() else state.pos.device  # the host knows it, and lays tokens out
         open_ = torch.full(state.pos.shape, phase or 0, dtype=torch.long, device=at)

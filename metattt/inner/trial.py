@@ -3,13 +3,15 @@ which form can express the learner."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.verify import remembered
 from metattt.learners.base import Learner
-from metattt.learners.fast_weights import FastWeights, RecordingWeights
+from metattt.learners.fast_weights import FastWeights, RecordingWeights, WeightUse
 from metattt.learners.opaque import UnsupportedOperation
 from metattt.tasks.base import Task
 
@@ -31,12 +33,31 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
     """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
     with torch.device("cpu"), torch.enable_grad():
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
-        record = RecordingWeights(fast, slow, k.dtype)
+        record = _Watched(fast, slow, k.dtype)
         try:
-            task.loss(learner.predict(record, k), v)
+            prediction = learner.predict(record, k)
         except UnsupportedOperation as error:
             return str(error)
+        except RuntimeError as error:  # in the plain computation, which has been tried, there was none
+            return f"recording it fails: {str(error).splitlines()[0].rstrip('.')}"
+        if any(x._version != version for x, version in record.seen):
+            return "a tensor that a weight has been applied to, or has made, is changed in place"
+        task.loss(prediction, v)
     return None
+
+
+class _Watched(RecordingWeights):
+    """Remembers the versions of what it records: changed in place, it is not what gradients are computed from."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.seen: list[tuple[Tensor, int]] = []
+
+    def _use(self, z: Tensor, use: WeightUse) -> Tensor:
+        count, z = len(self.uses), super()._use(z, use)
+        recorded = [z, use.input] if len(self.uses) > count else []
+        self.seen += [(x, x._version) for x in recorded if x is not None]
+        return z
 
 
 def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None:

@@ -44,14 +44,14 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
-        heads = num_heads if self.rope_heads is None else self.rope_heads
-        if dim % heads or dim // heads % 2:
+        heads, width = num_heads if self.rope_heads is None else self.rope_heads, num_heads * head_dim
+        if width % heads or width // heads % 2:
             raise MetaTTTError(
-                f"task.rope_heads={heads} does not divide dim={dim} into heads of an even width: set it to the "
+                f"task.rope_heads={heads} does not divide {width} features into heads of an even width: set it to the "
                 "attention's heads"
             )
-        self.rope_width = dim // heads
-        self.qk_scale, self.qk_offset = nn.Parameter(torch.ones(2, dim)), nn.Parameter(torch.zeros(2, dim))
+        self.rope_width = width // heads
+        self.qk_scale, self.qk_offset = nn.Parameter(torch.ones(2, width)), nn.Parameter(torch.zeros(2, width))
 
     def equations(self) -> list[str]:
         norm = "RMSNorm(θ{0} x_t)" if self.qk_norm else "θ{0} x_t"

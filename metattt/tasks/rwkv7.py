@@ -33,13 +33,13 @@ class RWKV7Views(Reconstruction, takes=()):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
-        rank = head_dim if self.rank == "head_dim" else int(self.rank)
+        rank, width = head_dim if self.rank == "head_dim" else int(self.rank), num_heads * head_dim
         check_memory_limit(dim * rank, f"a projection of rank {rank}", "lower task.rank")
         self.rate_down = nn.Parameter(torch.randn(rank, dim) * 0.02)
-        self.rate_up = nn.Parameter(torch.randn(dim, rank) * 0.02)
-        self.rate_bias = nn.Parameter(torch.zeros(dim))
-        self.removal_scale = nn.Parameter(torch.full((dim,), 0.85))  # ξ
-        self.replacement_rate = nn.Parameter(torch.ones(dim))  # s
+        self.rate_up = nn.Parameter(torch.randn(width, rank) * 0.02)
+        self.rate_bias = nn.Parameter(torch.zeros(width))
+        self.removal_scale = nn.Parameter(torch.full((width,), 0.85))  # ξ
+        self.replacement_rate = nn.Parameter(torch.ones(width))  # s
 
     def equations(self) -> list[str]:
         rank = "d" if self.rank == "head_dim" else self.rank

@@ -176,6 +176,15 @@ RULES: dict[str, Callable[[], GradientDescent]] = {
 }
 
 
+def in_place(after: int) -> nn.Sequential:
+    """Changes what layer number `after` of three has made, or what it has been given."""
+    layers: list[nn.Module] = [nn.Linear(D, 6), nn.Linear(6, 6), nn.Linear(6, D)]
+    for place in range(2, 0, -1):
+        layers.insert(place, nn.Tanh())
+    layers.insert(2 * after + 1, nn.ReLU(inplace=True))
+    return nn.Sequential(*layers)
+
+
 def specimen(module: Callable[[], nn.Module], rule: Callable[[], GradientDescent], norm: bool = False) -> Specimen:
     return Specimen(lambda: ModuleLearner(module(), residual=norm, norm=norm), Reconstruction, rule, dim=2 * D)
 
@@ -198,6 +207,9 @@ def test_dual_is_primal(shape: str, rule: str) -> None:
     [
         (Unsupported, "'inner/weight' is used by .*matrix_exp"),
         (Unbatched, "'layer/weight' is used by linear on something that is not a batch of tokens"),
+        (lambda: in_place(1), "a tensor that a weight has been applied to, or has made, is changed in place"),
+        (lambda: in_place(2), "a tensor that a weight has been applied to, or has made, is changed in place"),
+        (lambda: in_place(0), "recording it fails: .*leaf Variable.* operation. Use"),
     ],
 )
 def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module], message: str) -> None:
