@@ -24,6 +24,7 @@ from metattt.tasks import DecodedReconstruction, Reconstruction
 from metattt.testing.specimen import Specimen, compare, run
 
 KNOWN = known_layers()
+FORMS = ("primal", "dual")
 
 
 def layer(optimizer: InnerOptimizer, learner: Learner | None = None, **options: Any) -> TTTLayer:
@@ -145,6 +146,40 @@ class Numbers(Learner):
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.bias(w.scale(w.linear(x, "w", "c").tanh(), "g"), "c")
+
+
+class Row(Learner):
+    """A weight that is a matrix with one row and a vector, and a product that sees the sum of a token alone."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((1, d_out))}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.scale(w.linear(x.sum(-1, keepdim=True), "w"), "w")
+
+
+def test_a_matrix_that_is_a_vector_too_has_no_dual_form() -> None:
+    assert layer(GradientDescent(4), Row()).form == "primal"
+    with pytest.raises(MetaTTTError, match="dual cannot express Row: w is used as a matrix and as a vector"):
+        layer(GradientDescent(4), Row(), form="dual")
+
+
+class LearnedLoss(Reconstruction):
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.net = nn.Linear(head_dim, head_dim)
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return squared(self.net(prediction), v)
+
+
+def test_a_loss_with_parameters_is_trained() -> None:
+    made = [TTTLayer(16, 2, LearnedLoss(), MLP(), GradientDescent(4, base_lr=0.5), form=form).double() for form in FORMS]
+    for one in made[1:]:
+        one.load_state_dict(made[0].state_dict())
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    expected, found = (run(one, x, grads=True) for one in made)
+    assert compare(found, expected) <= 1e-9 and expected.grads["task.net.weight"].any()
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])

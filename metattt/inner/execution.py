@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from metattt.functional import with_values
 from metattt.inner.compiled import in_a_loop
@@ -23,6 +24,7 @@ from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
 from metattt.inner.tokens import Block, Tokens, each, rows
+from metattt.inner.verify import tensors_in
 from metattt.memory import Memory, named
 from metattt.modules import RECORDING, TRACED, transformed
 from metattt.optimizers.base import InnerOptimizer
@@ -57,10 +59,13 @@ def in_groups(
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)
     key = (read, loop.matmul_dtype, tuple(memory), *(x is None for x in tokens.tensors))
-    if key not in loop.plan.beside:
-        loop.plan.beside[key] = captured(loop, tokens, memory, read)
-    if loop.plan.beside[key]:
-        loop.plan.say_stored(loop.plan.beside[key])
+    beside = loop.plan.beside.get(key)
+    if beside is None:
+        beside, others = captured(loop, tokens, memory, read)
+        if beside or not others:  # what needs no gradient in this call may need one in the next
+            loop.plan.beside[key] = beside
+    if beside:
+        loop.plan.say_stored(beside)
         return plainly(loop, tokens, memory, blocks, read)
     blocks = each(blocks)
     groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
@@ -130,11 +135,12 @@ def recomputed(
     return y, named(after, outputs)
 
 
-def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
+def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> tuple[list[str], bool]:
     """Names of tensors that require a gradient and that recomputation would miss: the inner loop uses them through a
-    closure, a partial, or a tensor made in `views`, not as a token, weight or parameter.
+    closure, a partial, or a tensor made in `views`, not as a token, weight, parameter or buffer. Also whether there are
+    such tensors at all, with or without a gradient.
 
-    They are found in the graph of one token, as leaves that are not its inputs. The token completes a mini-batch,
+    The names are found in the graph of one token, as leaves that are not its inputs. The token completes a mini-batch,
     because a read may depend on commits only.
     """
     one = tokens.map(lambda x: x[:, :, :1])
@@ -142,7 +148,10 @@ def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[st
     # All inputs are differentiated, so that no leaf has to be made inside.
     inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
     device = inputs[0].device
-    with torch.enable_grad(), replay(random_state(device), device), saved_tensors_hooks(lambda x: x, lambda x: x):
+    parts = {"task": loop.task, "learner": loop.learner, "optimizer": loop.rule}
+    others = _Others([*inputs, *(x for part in parts.values() for x in part.buffers())])
+    unchanged = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), replay(random_state(device), device), unchanged, others:
         outputs = body(*inputs)
     known, seen, leaves = {id(x) for x in inputs}, set(), []
     ahead = [y.grad_fn for y in outputs]
@@ -153,9 +162,23 @@ def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[st
             leaf = getattr(node, "variable", None)
             leaves += [leaf] if leaf is not None and id(leaf) not in known else []
             ahead += [following for following, _ in node.next_functions]
-    parts = {"task": loop.task, "learner": loop.learner, "optimizer": loop.rule}
     names = {id(x): f"{part}.{name}" for part, module in parts.items() for name, x in module.named_parameters()}
-    return sorted({names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves})
+    return sorted({names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves}), others.found
+
+
+class _Others(TorchFunctionMode):
+    """Notices whether an operation takes a number that is not `known` and was made by no operation before it."""
+
+    def __init__(self, known: Sequence[Tensor]):
+        super().__init__()
+        self.known, self.found = {id(x): x for x in known}, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        taken = tensors_in((*args, *(kwargs or {}).values()))
+        self.found = self.found or any(id(x) not in self.known and x.is_floating_point() for x in taken)
+        result = function(*args, **(kwargs or {}))
+        self.known |= {id(x): x for x in tensors_in((result,))}
+        return result
 
 
 def _as_function(

@@ -298,8 +298,8 @@ def fitted(
     if not keeps_data and (views.q.shape[:3] != shape or k.shape[:3] != shape):
         both = {"k": list(k.shape), "q": list(views.q.shape)}
         raise MetaTTTError(f"the task gives views {both}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
-    if not keeps_data and views.v.shape[: 3 + len(pairs)] != shape + pairs:
-        views = views._replace(v=_expanded("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
+    if views.v.shape[: k.ndim - 1] != k.shape[:-1]:
+        views = views._replace(v=_expanded("the view v", views.v, tuple(k.shape[:-1]), views.v.shape[k.ndim - 1 :]))
     found, accum_dtype = {}, torch.promote_types(k.dtype, torch.float32)
     for name, gate in zip(gates._fields, gates, strict=True):
         if gate is None:

@@ -3,17 +3,20 @@ which form can express the learner."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+from metattt.functional import with_values
 from metattt.inner.verify import remembered
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, RecordingWeights, WeightUse
 from metattt.learners.opaque import UnsupportedOperation
 from metattt.tasks.base import Task
+
+P = TypeVar("P", bound=nn.Module)
 
 
 def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool:
@@ -31,6 +34,7 @@ def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool
 
 def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str | None:
     """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
+    task, learner = _in_double(task), _in_double(learner)
     with torch.device("cpu"), torch.enable_grad():
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
         record = _Watched(fast, slow, k.dtype)
@@ -42,6 +46,10 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
             return f"recording it fails: {str(error).splitlines()[0].rstrip('.')}"
         if any(x._version != version for x, version in record.seen):
             return "a tensor that a weight has been applied to, or has made, is changed in place"
+        vectors = {name for use in record.uses for name in (use.bias, use.weight if use.scale else None) if name}
+        for use in record.uses:
+            if use.weight in vectors and not use.scale:
+                return f"{use.weight} is used as a matrix and as a vector"
         task.loss(prediction, v)
     return None
 
@@ -61,13 +69,17 @@ class _Watched(RecordingWeights):
 
 
 def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None:
-    """Raises an error for a learner whose `forward` gives something else than one prediction a token.
+    """Raises an error for a learner whose `forward` gives something else than one prediction a token, made by its fast
+    weights.
 
     Raises:
-        MetaTTTError: predictions of another shape than `[B, H, T, d_out]`, or weights that do not fit the tokens.
+        MetaTTTError: predictions of another shape than `[B, H, T, d_out]` or without a derivative, or weights that do
+            not fit the tokens.
     """
-    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    learner = _in_double(learner)
+    with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         fast, slow, k, _ = _tiny(None, learner, num_heads, d_in)
+        fast = {name: x.requires_grad_() for name, x in fast.items()}
         try:
             y = learner(FastWeights(fast, slow, k.dtype), k)
         except RuntimeError as error:
@@ -79,6 +91,11 @@ def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None
             f"{type(learner).__name__}.forward returns {found} for tokens {list(k.shape)}: expected "
             f"{[*k.shape[:-1], d_out]}, a prediction of width d_out={d_out} for each"
         )
+    if not y.requires_grad or all(x is None for x in torch.autograd.grad(y.sum(), [*fast.values()], allow_unused=True)):
+        raise MetaTTTError(
+            f"what {type(learner).__name__}.forward returns has no derivative by its fast weights ({', '.join(fast)}): "
+            "use them through w, and do not detach what they give"
+        )
 
 
 def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
@@ -88,6 +105,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
     Raises:
         MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`, or `r > s` for a learner that declares `mixes_tokens`.
     """
+    task, learner = _in_double(task), _in_double(learner)
     with torch.device("cpu"), torch.enable_grad():
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
         k = k.requires_grad_()
@@ -102,6 +120,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
             (grad,) = torch.autograd.grad(
                 losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True
             )
+            grad = grad.clone()  # it may be one number seen at all places
             grad[:, :, s] = 0
             if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
                 raise MetaTTTError(
@@ -110,6 +129,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
                 )
             if not learner.mixes_tokens and grad.abs().max() > 0:
                 (by_loss,) = torch.autograd.grad(losses[:, :, s].sum(), y, allow_unused=True, materialize_grads=True)
+                by_loss = by_loss.clone()
                 by_loss[:, :, s] = 0
                 if by_loss.abs().max() > 0:
                     raise MetaTTTError(
@@ -142,6 +162,7 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
         grads = torch.autograd.grad(losses.sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True)
         return [x.detach().nan_to_num() for x in (losses, grads[0][:, :, of], *grads[1:])]
 
+    task, learner = _in_double(task), _in_double(learner)
     one, two, every, first, last = slice(0, 1), slice(0, 2), slice(0, 5), slice(0, 3), slice(2, 5)
     with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         fast, slow, keys, labels = _tiny(task, learner, num_heads, d_in, batch=2, count=4 if whole else 5)
@@ -164,6 +185,12 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
                 f"{type(task).__name__}.loss of what {type(learner).__name__} predicts for a token depends on {what}: "
                 "make forward and loss act on each token alone"
             )
+
+
+def _in_double(part: P) -> P:
+    """The part with its own parameters (those of a learned loss, say) in the type of the tokens of a trial."""
+    narrow = {name: x for name, x in part.named_parameters() if x.dtype != torch.float64}
+    return with_values(part, {name: x.double() for name, x in narrow.items()}) if narrow else part
 
 
 def _tiny(

@@ -136,17 +136,18 @@ class _Touched(TorchFunctionMode):
         self.watched, self.found = watched, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        taking_part = _tensors((*args, *(kwargs or {}).values()))
+        taking_part = tensors_in((*args, *(kwargs or {}).values()))
         self.found = self.found or any(x.requires_grad or id(x) in self.watched for x in taking_part)
         return function(*args, **(kwargs or {}))
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors among values, also in lists and tuples of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 @contextmanager

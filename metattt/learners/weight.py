@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,13 +48,22 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
     """What `weights` of a learner called `kind` has returned; `needed`: its hidden state is weights.
 
     Raises:
-        MetaTTTError: not weights by name.
+        MetaTTTError: not weights by name, or one whose shape or initial value is none.
     """
     named = isinstance(weights, Mapping) and all(isinstance(weight, Weight) for weight in weights.values())
     if not isinstance(weights, Mapping) or not named or (needed and not weights):
         raise MetaTTTError(
             f"{kind}.weights returns {weights}: it must return a Weight by name, such as {{'w': Weight((d_in, d_out))}}"
         )
+    for name, weight in weights.items():
+        shape, value = weight.shape, weight.value
+        if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
+            raise MetaTTTError(f"{kind}.weights gives {name!r} the shape {shape!r}: it must be a tuple of sizes > 0")
+        if isinstance(value, Tensor) and not (value.is_floating_point() and _fits(value.shape, shape)):
+            raise MetaTTTError(
+                f"{kind}.weights gives {name!r} a value {list(value.shape)} of {value.dtype}: it must be of a floating "
+                f"type, with the shape {list(shape)}"
+            )
     return dict(weights)
 
 
@@ -104,6 +113,12 @@ def step_factors(weights: Mapping[str, Weight], given: Mapping[str, float] | flo
     for name, factor in given.items():
         check_number(f"learner.step_scale.{name}", factor, above=0, advice=" (learner.trainable makes a weight slow)")
     return {name: float(factor) for name, factor in given.items() if factor != 1}
+
+
+def _fits(shape: Sequence[int], into: Sequence[int]) -> bool:
+    """Whether a tensor can be expanded into a shape."""
+    pairs = zip(reversed(shape), reversed(into), strict=False)
+    return len(shape) <= len(into) and all(n in (1, size) for n, size in pairs)
 
 
 def _number(name: str) -> str | None:

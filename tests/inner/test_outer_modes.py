@@ -180,12 +180,22 @@ def test_derivatives_reach_what_recomputation_would_miss(
     assert ("every mini-batch is stored" in caplog.text) == expected
 
 
+def test_a_closure_over_what_is_trained_later() -> None:
+    x, layers = tokens(), [beside("closure", size) for size in (0, 2)]
+    for needed in (False, True):
+        for layer in layers:
+            layer.task.w.requires_grad_(needed)
+            layer(x)[0].square().sum().backward()
+    stored, grouped = (layer.task.w.grad for layer in layers)
+    assert distance(grouped, stored, 1e-3) < BOUND
+
+
 @pytest.mark.parametrize("case", BESIDE)
 def test_the_law_sees_what_recomputation_would_miss(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task, rule = BESIDE[case]
     spec = Specimen(MLP, task, rule)
     assert LAWS["groups"].judge(spec).holds
-    monkeypatch.setattr(execution, "captured", lambda *given: [])
+    monkeypatch.setattr(execution, "captured", lambda *given: ([], False))
     assert not LAWS["groups"].judge(spec).holds
 
 

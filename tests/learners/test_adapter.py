@@ -147,6 +147,17 @@ class Unbatched(nn.Module):
         return torch.tanh(self.layer(pieces)).transpose(0, 1).flatten(1)
 
 
+class Encoder(nn.Module):
+    """A token as four pieces, by attention without weights: what torch takes for it on a CPU has no second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.unflatten(-1, (4, 2))).flatten(1)
+
+
 class Unsupported(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -206,6 +217,7 @@ def test_dual_is_primal(shape: str, rule: str) -> None:
     ("module", "message"),
     [
         (Unsupported, "'inner/weight' is used by .*matrix_exp"),
+        (Encoder, "'layer/self_attn/in_proj_weight' is used by multi_head_attention_forward"),
         (Unbatched, "'layer/weight' is used by linear on something that is not a batch of tokens"),
         (lambda: in_place(1), "a tensor that a weight has been applied to, or has made, is changed in place"),
         (lambda: in_place(2), "a tensor that a weight has been applied to, or has made, is changed in place"),

@@ -313,6 +313,12 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, a
     (lambda: slots(lambda memory: memory, ("update",)), r"own_slots=\('update',\) is not allowed: .* none of them"),
     (lambda: learner(lambda *d: [Weight(d)]), r"Mine\.weights returns \[Weight.*: it must return a Weight by name"),
     (lambda: learner(lambda i, o: {"w": Weight((i + 1, o))}), r"Mine\.forward fails for tokens \[1, 2, 4, 4\]: "),
+    (lambda: learner(lambda i, o: {"w": Weight((i, 0))}), r"gives 'w' the shape \(4, 0\): it must be a tuple of sizes"),
+    (
+        lambda: learner(lambda i, o: {"w": Weight((i, o), value=torch.ones(i, 3))}),
+        r"gives 'w' a value \[4, 3\] of torch.float32: it must be .* with the shape \[4, 4\]",
+    ),
+    (lambda: plainly(Linear, "forward", torch.Tensor.detach)(), r"no derivative by its fast weights \(w1, b1\): use"),
     (lambda: learner(one_number, norm=True), WIDTH),
     (lambda: learner(one_number, norm=False), WIDTH),
     (

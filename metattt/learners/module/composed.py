@@ -62,18 +62,29 @@ def attention(*args: Any, **options: Any) -> Tensor:
     return y
 
 
+def multi_head_attention(*args: Any, need_weights: bool = True, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """With weights, `F.multi_head_attention_forward` is composed of products and a softmax."""
+    y, weights = F.multi_head_attention_forward(*args, need_weights=True, **options)  # type: ignore[misc]
+    return y, weights if need_weights else None
+
+
 def _affine(y: Any, weight: Any, bias: Any) -> Any:
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
-COMPOSED: dict[Any, Callable[..., Any]] = {
+NORMS: dict[Any, Callable[..., Any]] = {
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.group_norm: group_norm,
     torch.group_norm: group_norm,
+}
+"""They use their parameters as operands of `*` and `+`."""
+COMPOSED: dict[Any, Callable[..., Any]] = {
+    **NORMS,
     F.scaled_dot_product_attention: attention,
+    F.multi_head_attention_forward: multi_head_attention,
     F.embedding: embedding,
 }

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.learners.fast_weights import FastWeights
-from metattt.learners.module.composed import COMPOSED, Normalize, unpadded
+from metattt.learners.module.composed import NORMS, Normalize, unpadded
 from metattt.learners.module.standin import UNARY, ParameterProxy, standins
 
 ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {"add": add, "sub": sub, "mul": mul, "div": truediv}
@@ -39,8 +39,7 @@ class ParameterTranslator(Normalize):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         standin = next(standins((*args, *kwargs.values())), None)
-        if standin is None or (function in COMPOSED and function not in (F.scaled_dot_product_attention, F.embedding)):
-            # A composed function uses its proxies as operators.
+        if standin is None or function in NORMS:
             return super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", str(function))
         return self.translate(ALIASES.get(name, name), standin, args, kwargs)
