@@ -102,13 +102,13 @@ class RecordedStep:
                 raise NotStatic(f"{type(module).__name__} has hooks, or is compiled")
         static, token = static_state(model, state)
         _, after = model.step(token.unsqueeze(1), static.map(torch.clone), donate_state=True)
+        _check_structure(static, after)
         start = list(map(_laid_out, _tensors(static), _tensors(after)))  # as a step leaves it
         given = list(map(_laid_out, start, start))
         with Recorder([token, *given], count) as recorder:
             logits, after = model.step(token.unsqueeze(1), _with(static, given), donate_state=True)
             logits = logits[:, -1]
-        if _structure(after) != _structure(static):
-            raise NotStatic("the state is of another structure after a token")
+        _check_structure(static, after)
         found = _tensors(after)
         if [x.stride() for x in found] != [x.stride() for x in start]:
             raise NotStatic("the state is laid out in another way after each token")
@@ -250,6 +250,12 @@ def _leaves(state: Any) -> list[tuple[str, Any]]:
 def _structure(state: Any) -> dict[str, Any]:
     """What must be the same after a token: shapes and types of tensors, and the numbers beside them."""
     return {path: (list(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (x,) for path, x in _leaves(state)}
+
+
+def _check_structure(before: Any, after: Any) -> None:
+    """Also the order: tensors are matched by it."""
+    if [*_structure(after).items()] != [*_structure(before).items()]:
+        raise NotStatic("the state is of another structure after a token")
 
 
 def _tensors(state: Any) -> list[Tensor]:
