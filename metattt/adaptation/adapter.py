@@ -15,7 +15,6 @@ from metattt.adaptation.fast_model import FastModel
 from metattt.checkpoints.states import read_state, write_state
 from metattt.errors import MetaTTTError, NotFinite, check_integer
 from metattt.generation.sampling import generate
-from metattt.inner.diagnostics import require_ids
 from metattt.inner.network_step import gradients_of, refill, skeleton
 from metattt.memory import Memory, at_start, choose
 from metattt.modules import expand_like
@@ -133,7 +132,6 @@ class Adapter:
                 f"context={self.context} and a mini-batch of {self.rule.mini_batch_size} tokens are more than the "
                 f"{most} positions of the model: lower context or the rule's mini_batch_size"
             )
-        self._vocab_size: int | None = getattr(getattr(model, "config", model), "vocab_size", None)
         self.state: Adapted | None = None
         self._documents = 0
 
@@ -191,12 +189,21 @@ class Adapter:
 
         Returns:
             `[B, n + new]` ids: the prompts and what follows.
+
+        Raises:
+            MetaTTTError: prompts of several lengths, or of another number than the documents.
         """
-        weights = self._begun(len(prompt)).weights if self.state is None else self.state.weights
-        held = len(next(iter(weights["commit"].values())))
+        prompt, lengths = self.fast.token_ids(prompt)
+        if len({*lengths}) > 1:
+            raise MetaTTTError(f"the prompts have {lengths} tokens: give prompts of one length")
+        weights = (self._begun(len(prompt)) if self.state is None else self.state).weights["commit"]
+        held = len(next(iter(weights.values())))
         if held not in (1, len(prompt)):
             raise MetaTTTError(f"the adapter holds {held} documents, and there are {len(prompt)} prompts: give {held}")
-        model: Any = self.fast.generating(weights["commit"])
+        rows = max(options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
+        if held > 1 and rows > 1:  # Transformers puts those of a prompt one after the other
+            weights = {name: value.repeat_interleave(rows, 0) for name, value in weights.items()}
+        model: Any = self.fast.generating(weights)
         try:
             with torch.no_grad():
                 if self.fast.ours:
@@ -237,8 +244,9 @@ class Adapter:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # what is carried may be learned from later
     def _advance(self, ids: Ids, learns: bool, scores: bool, logits: bool) -> Score:
-        ids, lengths = _padded(ids, next(self.base.parameters()).device, self._vocab_size)
+        ids, lengths = self.fast.token_ids(ids)
         state = self._begun(len(ids)) if self.state is None else self.state
         if len(state.tokens) != len(ids):
             raise MetaTTTError(f"the adapter reads {len(state.tokens)} documents, and ids hold {len(ids)}: reset() it")
@@ -256,7 +264,7 @@ class Adapter:
             waiting = state.waiting + part.shape[1]
             state = state._replace(tokens=torch.cat([state.tokens, part], dim=1), waiting=waiting)
             seen.append((done, state.seen))
-            if waiting == size and learns:
+            if waiting == size and learns and state.position + waiting > 1:  # a first token alone predicts nothing
                 nats, state, values = self._learned(state, part.shape[1], logits)
             elif scores or (waiting == size and self.carries):
                 nats, after, values = self._read(state, part.shape[1], logits)
@@ -376,23 +384,6 @@ class Adapter:
     def _numbers(self, batch: int) -> tuple[int, ...]:
         first, self._documents = self._documents, self._documents + batch
         return tuple(range(first, first + batch))
-
-
-def _padded(ids: Ids, device: torch.device, vocab_size: int | None) -> tuple[Tensor, list[int]]:
-    """Token ids `[B, n]`, and the length of each row.
-
-    Raises:
-        MetaTTTError: something else than token ids below `vocab_size`; None: not known.
-    """
-    rows = list(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else ids
-    if isinstance(rows, Tensor) or not rows or any(not isinstance(row, Tensor) or row.ndim != 1 for row in rows):
-        raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
-    if any(row.is_floating_point() for row in rows):
-        raise MetaTTTError(f"ids are {rows[0].dtype}: they must be token ids, torch.int64")
-    padded = nn.utils.rnn.pad_sequence([row.to(torch.long) for row in rows], batch_first=True)
-    if vocab_size is not None and padded.shape[1]:
-        require_ids(padded, vocab_size)
-    return padded.to(device), [len(row) for row in rows]
 
 
 def _last(values: Tensor, count: int) -> Tensor:

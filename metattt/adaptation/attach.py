@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from metattt.adaptation.in_place import InPlaceLinear
+from metattt.adaptation.model_call import Call
 from metattt.checkpoints.tensors import read_described, write_tensors
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
@@ -62,7 +64,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         raise MetaTTTError(
             f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
         )
-    call = _Call(model)
+    call = Call(model, names[0])
     about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
     made: dict[str, _Beside | _InPlace] = {}
     for name in names:
@@ -95,7 +97,7 @@ class Attached:
         modules: what stands in the places, by name.
     """
 
-    def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call, about: dict[str, Any]):
+    def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: Call, about: dict[str, Any]):
         self.model, self.modules, self._call, self._about = model, modules, call, about
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -179,108 +181,6 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
     return made
 
 
-# -- one call of the model ---------------------------------------------------------------------------------------------
-
-
-class _Call:
-    """What the attached modules need of a call of the model, which their own arguments do not hold."""
-
-    def __init__(self, model: nn.Module):
-        base = getattr(model, getattr(model, "base_model_prefix", ""), model)
-        blocks = max((one for one in base.modules() if isinstance(one, nn.ModuleList)), key=len)
-        self.mask: Tensor | None = None
-        self.cache: Any = None
-        self.read_before: int | None = None  # tokens that the cache held before the call
-        self.embeddings: Tensor | None = None
-        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        self._hooks = [
-            base.register_forward_pre_hook(self._begin, with_kwargs=True),
-            embedding.register_forward_hook(self._embedded),
-            *(one.register_forward_pre_hook(self._enter, with_kwargs=True) for one in blocks),
-        ]
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def __getstate__(self) -> dict[str, Any]:  # a copy of the model has nothing of the last call
-        return self.__dict__ | {"mask": None, "cache": None, "embeddings": None}
-
-    def state(self, name: str) -> Any:
-        """The state of a module before this call; None at the start."""
-        held = _states(self.cache).get(name)
-        if held is None and self.read_before:
-            raise MetaTTTError("the cache has read tokens that the attached layers have not: begin with a new cache")
-        return held
-
-    def keep(self, name: str, state: Any) -> None:
-        if self.cache is not None:
-            _states(self.cache)[name] = state
-
-    def valid(self, count: int) -> Tensor | None:
-        """`[B, count]` real tokens of this call; None: all."""
-        if self.mask is None:
-            return None
-        valid = self.mask[:, -count:].bool()
-        return None if bool(valid.all()) else valid
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-            raise MetaTTTError("attached layers need an attention_mask [B, T], 1 for real tokens, or none")
-        self.mask, self.cache, self.read_before = mask, None, None
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if self.read_before is None:  # of the first block: attentions of later ones see that it has grown
-            self.read_before = 0 if self.cache is None else self.cache.get_seq_length()
-
-    def _embedded(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.embeddings = output
-
-
-class _Followed:
-    """Mixed into the class of a cache: what is done to the cache is done to the states of attached layers."""
-
-    metattt_states: dict[str, Any]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        for name, state in self.metattt_states.items():
-            count = len(state.inputs if hasattr(state, "inputs") else state.pos)
-            self.metattt_states[name] = state.select(torch.arange(count).repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self.metattt_states.clear()
-
-    def crop(self, max_length: int) -> None:
-        raise MetaTTTError("attached layers cannot forget tokens: assisted generation is not supported")
-
-    def _select(self, index: Tensor) -> None:
-        for name, state in self.metattt_states.items():
-            self.metattt_states[name] = state.select(index)
-
-
-def _states(cache: Any) -> dict[str, Any]:
-    """The states of attached layers that a cache holds."""
-    if cache is None:
-        return {}
-    if not isinstance(cache, _Followed):
-        cache.__class__ = type(type(cache).__name__, (_Followed, type(cache)), {})
-        cache.metattt_states = {}
-    states: dict[str, Any] = cache.metattt_states
-    return states
-
-
 # -- what stands in the places -----------------------------------------------------------------------------------------
 
 
@@ -288,28 +188,32 @@ def _as_before(module: nn.Module, inside: str) -> None:
     """What `module.<inside>` holds keeps the names in state dicts that it had without `module`: a folder that
     `save_pretrained` writes is still one of the pretrained model, with some tensors more."""
 
-    def out(module: nn.Module, held: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name in [one for one in held if one.startswith(f"{prefix}{inside}.")]:
-            held[prefix + name.removeprefix(f"{prefix}{inside}.")] = held.pop(name)
+    module.register_state_dict_post_hook(partial(_without, inside))
+    module.register_load_state_dict_pre_hook(partial(_within, inside))
 
-    def back(module: nn.Module, held: dict[str, Any], prefix: str, *others: Any) -> None:
-        for name in module.get_submodule(inside).state_dict():
-            if prefix + name in held:
-                held[f"{prefix}{inside}.{name}"] = held.pop(prefix + name)
 
-    module.register_state_dict_post_hook(out)
-    module.register_load_state_dict_pre_hook(back)
+def _without(inside: str, module: nn.Module, held: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in [one for one in held if one.startswith(f"{prefix}{inside}.")]:
+        held[prefix + name.removeprefix(f"{prefix}{inside}.")] = held.pop(name)
+
+
+def _within(inside: str, module: nn.Module, held: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in module.get_submodule(inside).state_dict():
+        if prefix + name in held:
+            held[f"{prefix}{inside}.{name}"] = held.pop(prefix + name)
 
 
 class _Beside(nn.Module):
     """An attention with a sequence layer beside it, or in its place."""
 
     def __init__(
-        self, name: str, attention: nn.Module, call: _Call, layer: str, how: str, dim: int, settings: Mapping[str, Any]
+        self, name: str, attention: nn.Module, call: Call, layer: str, how: str, dim: int, settings: Mapping[str, Any]
     ):
         super().__init__()
         if not hasattr(attention, "layer_idx"):
             raise MetaTTTError(f"{name} is a {type(attention).__name__}: layer={layer} goes beside an attention")
+        if how == "replace" and "residual" in signature(attention.forward).parameters:
+            raise MetaTTTError(f"{name} adds the residual connection itself, which how=replace would drop: use beside")
         self.name, self.how = name, how
         self.pretrained = attention
         like = next(attention.parameters())
@@ -321,9 +225,9 @@ class _Beside(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        call: _Call = self.__dict__["call"]
+        call: Call = self.__dict__["call"]
         state = call.state(self.name)
-        y, state = self.layer(x, state, mask=call.valid(x.shape[1]))
+        y, state = self.layer(x, state, mask=call.valid(x.shape[1]), reset=call.starts)
         call.keep(self.name, state)
         if self.how == "replace":
             if call.cache is not None:  # which counts the tokens by what its layers hold
@@ -348,7 +252,7 @@ class _Beside(nn.Module):
 class _InPlace(nn.Module):
     """A linear map of an MLP with fast weights, and where its labels come from."""
 
-    def __init__(self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, width: int, settings: dict[str, Any]):
+    def __init__(self, name: str, linear: nn.Module, call: Call, mlp: nn.Module, width: int, settings: dict[str, Any]):
         super().__init__()
         labels = settings.pop("labels", "hidden")
         check_choice("labels", labels, ("hidden", "embeddings"))
@@ -372,9 +276,12 @@ class _InPlace(nn.Module):
         return self.map.linear
 
     def forward(self, h: Tensor) -> Tensor:
-        call: _Call = self.__dict__["call"]
-        if call.valid(h.shape[1]) is not None:
-            raise MetaTTTError("In-Place TTT cuts a sequence into chunks, which padding would shift: give no padding")
+        call: Call = self.__dict__["call"]
+        if call.valid(h.shape[1]) is not None or call.starts is not None:
+            raise MetaTTTError(
+                "In-Place TTT cuts a sequence into chunks, which others would shift: give no padding and no packed "
+                "documents"
+            )
         labels = call.embeddings if self.labels == "embeddings" else self.__dict__["entered"]
         y, state = self.map(h, labels, call.state(self.name))
         call.keep(self.name, state)

@@ -7,6 +7,7 @@ copy each of these modules computes with the values of the call, stacked by docu
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
@@ -18,6 +19,7 @@ from torch.func import functional_call, vmap
 
 from metattt.errors import MetaTTTError
 from metattt.functional import replica
+from metattt.inner.diagnostics import require_ids
 from metattt.models.language_model import LanguageModel
 from metattt.state import Tensors
 
@@ -66,6 +68,7 @@ class FastModel:
         frozen_blocks: int = 0,
         seed: int = 0,
     ):
+        self._given = model, fast, rank, frozen_blocks, seed
         self.ours = isinstance(model, LanguageModel)
         self.model = replica(model).eval()
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
@@ -79,6 +82,9 @@ class FastModel:
             module = self.model.get_submodule(name)
             self._begin(module, held, generator)
             module.forward = self._forward(module, held)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FastModel:
+        return FastModel(*self._given)  # its modules look up their values in the one that has made them
 
     def __call__(self, weights: Tensors, ids: Tensor, state: Any, last: int) -> tuple[Tensor, Any]:
         """Logits `[B, last, V]` of the last tokens of `ids` `[B, T]`, and the state after them.
@@ -98,6 +104,21 @@ class FastModel:
             return self.model(input_ids=ids, use_cache=False, **keep).logits[:, -last:], None
         finally:
             self._values = {}
+
+    def token_ids(self, ids: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """The ids of documents, `[B, n]` or B tensors, as `[B, n]` with zeros after the shorter ones, and the length of
+        each.
+
+        Raises:
+            MetaTTTError: something else than token ids of the model's vocabulary.
+        """
+        rows = list(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else ids
+        if isinstance(rows, Tensor) or not rows or any(not isinstance(row, Tensor) or row.ndim != 1 for row in rows):
+            raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
+        whole = [row if row.is_floating_point() else row.long() for row in rows]
+        padded = nn.utils.rnn.pad_sequence(whole, batch_first=True)
+        require_ids(padded, getattr(getattr(self.model, "config", self.model), "vocab_size", sys.maxsize))
+        return padded.to(next(self.model.parameters()).device), [len(row) for row in rows]
 
     def generating(self, weights: Tensors) -> nn.Module:
         """The model with these fast weights in its modules, until the next call."""

@@ -155,6 +155,25 @@ def test_repetition_is_learned_and_generated() -> None:
     assert tuned.generate(IDS[:1, :4], 5, do_sample=False).shape == (1, 9)
 
 
+def test_copies_single_tokens_beams_and_inference_mode() -> None:
+    made = llama()
+    adapter = Adapter(made, rule=adam())
+    with torch.inference_mode():
+        adapter.read(IDS[:, :20])
+    nats, other = adapter.score(IDS).nats, copy.deepcopy(adapter)
+    assert torch.equal(other.score(IDS).nats.nan_to_num(), nats.nan_to_num())
+    other.learn(IDS)
+    assert torch.equal(adapter.score(IDS).nats.nan_to_num(), nats.nan_to_num())
+    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False}
+    together = adapter.generate(IDS[:, :4], **options)
+    for row in range(2):
+        alone = Adapter(made, rule=adam())
+        alone.read(IDS[row : row + 1, :20])
+        assert torch.equal(alone.generate(IDS[row : row + 1, :4], **options)[0], together[row])
+    single = Adapter(made, rule=adam(mini_batch_size=1), context=5)
+    assert single.read(IDS).nats[:, 1:].isfinite().all()
+
+
 @pytest.mark.parametrize("model", ["ours", "llama"])
 def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     made = MODELS[model]()

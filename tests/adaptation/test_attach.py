@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "window_attention": (ATTENTION, {"learner.window": 4}),
     "in_place": (DOWN, {"chunk": 4, "lr": 0.7}),
     "in_place_embeddings": (DOWN, {"chunk": 5, "labels": "embeddings", "project": False}),
+}
+OTHERS: dict[str, tuple[str, dict[str, int]]] = {  # that call their blocks in other ways
+    "GPT2LMHeadModel": ("transformer.h.*.attn", {"n_embd": 16, "n_layer": 2, "n_head": 2}),
+    "GPTNeoXForCausalLM": ("gpt_neox.layers.*.attention", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}),
+    "OPTForCausalLM": (
+        "model.decoder.layers.*.self_attn",
+        {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 16},
+    ),
 }
 
 
@@ -122,6 +131,67 @@ def test_padding_changes_nothing_beside_an_attention() -> None:
         made(ids, attention_mask=mask)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_states_and_masks_reach_the_layers_of_other_models(name: str) -> None:
+    pattern, sizes = OTHERS[name]
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    made = kind(kind.config_class(vocab_size=V, bos_token_id=1, eos_token_id=2, **sizes)).double().eval()
+    trained(attach(made, pattern, layer="ttt_linear"))
+    logits = made(IDS).logits
+    first = made(IDS[:, :9], use_cache=True)
+    second = made(IDS[:, 9:], **{CACHE: cache_of(first)})
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), logits, rtol=1e-10, atol=1e-10)
+    mask = F.pad(torch.ones_like(IDS), (3, 0))
+    places = {} if "OPT" in name else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    padded = made(F.pad(IDS, (3, 0)), attention_mask=mask, **places).logits[:, 3:]
+    torch.testing.assert_close(padded, logits, rtol=1e-10, atol=1e-10)
+
+
+def test_packed_documents_a_mask_by_place_and_embeddings() -> None:
+    made = llama()
+    own = attached(made, "ttt_linear")
+    trained(own)
+    places = torch.arange(21).remainder(9)[None].expand(2, -1)  # documents of 9, 9 and 3 tokens
+    packed = made(IDS, position_ids=places, use_cache=False).logits
+    alone = torch.cat([made(part, use_cache=False).logits for part in IDS.split(9, 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
+    mask = F.pad(torch.ones_like(IDS), (3, 0))
+    given = F.pad(IDS, (3, 0)), mask, (mask.cumsum(1) - 1).clamp(min=0)
+    torch.testing.assert_close(made.model(*given)[0][:, 3:], made.model(IDS)[0], rtol=1e-10, atol=1e-10)
+    own.detach()
+    trained(attached(made, "in_place_embeddings"))
+    logits = made(IDS).logits
+    made(IDS.flip(1))
+    assert torch.equal(made(inputs_embeds=made.get_input_embeddings()(IDS)).logits, logits)
+    with pytest.raises(MetaTTTError, match="no packed documents"):
+        made(IDS, position_ids=places)
+    torch.save(made, io.BytesIO())
+
+
+@pytest.mark.parametrize("kind", ["ttt_linear", "in_place_embeddings"])
+def test_blocks_that_are_run_again_see_their_own_call(kind: str) -> None:
+    """Gradient checkpointing with two calls before one backward pass, a loss on features of a block included."""
+    found = []
+    for checkpointing in (False, True):
+        made = llama()
+        own = attached(made, kind)
+        trained(own)
+        if checkpointing:
+            made.train().gradient_checkpointing_enable({"use_reentrant": False})
+        total = 0
+        for row, sign in ((0, 1), (1, -1)):
+            mask = torch.ones(2, 21) if "in_place" in kind else (torch.arange(21) < torch.tensor([[21], [13 + row]]))
+            out = made(IDS.roll(row), attention_mask=mask, use_cache=False, output_hidden_states=True)
+            total = total + sign * (out.logits.square().mean() + out.hidden_states[1].square().sum())
+        with torch.no_grad():
+            made(IDS[:, :7])
+        total.backward()
+        found.append({name: one.grad for name, one in own.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-11)
+
+
 def test_a_layer_in_place_of_all_attentions() -> None:
     made = llama()
     own = attached(made, "ttt_linear", how="replace")
@@ -189,6 +259,11 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(MetaTTTError, match=message):
             attach(made, pattern, layer=layer, **settings)
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=V))
+    with pytest.raises(MetaTTTError, match="adds the residual connection itself"):
+        attach(bloom, "transformer.h.*.self_attention", layer="ttt_linear", how="replace")
+    with pytest.raises(MetaTTTError, match="is in no list of blocks"):
+        attach(made, "lm_head", layer="ttt_linear")
     with pytest.raises(MetaTTTError, match="and not a Linear"):
         attach(nn.Linear(3, 3), "", layer="in_place")
     own = attached(made, "ttt_linear")
