@@ -200,7 +200,9 @@ class Adapter:
         held = len(next(iter(weights.values())))
         if held not in (1, len(prompt)):
             raise MetaTTTError(f"the adapter holds {held} documents, and there are {len(prompt)} prompts: give {held}")
-        rows = max(options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
+        config = options.get("generation_config") or getattr(self.base, "generation_config", None)
+        keys = ("num_beams", "num_return_sequences")
+        rows = max(options.get(key) or getattr(config, key, None) or 1 for key in keys)
         if held > 1 and rows > 1:  # Transformers puts those of a prompt one after the other
             weights = {name: value.repeat_interleave(rows, 0) for name, value in weights.items()}
         model: Any = self.fast.generating(weights)

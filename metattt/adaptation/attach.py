@@ -227,12 +227,12 @@ class _Beside(nn.Module):
         x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         call: Call = self.__dict__["call"]
         state = call.state(self.name)
-        y, state = self.layer(x, state, mask=call.valid(x.shape[1]), reset=call.starts)
+        y, state = self.layer(x, state, mask=call.valid(x.shape[1]), reset=call.starts(len(x)))
         call.keep(self.name, state)
         if self.how == "replace":
-            if call.cache is not None:  # which counts the tokens by what its layers hold
+            if call.given.cache is not None:  # which counts the tokens by what its layers hold
                 nothing = x.new_zeros(x.shape[0], 1, x.shape[1], 1)
-                call.cache.update(nothing, nothing, self.pretrained.layer_idx)
+                call.given.cache.update(nothing, nothing, self.pretrained.layer_idx)
             return y, None
         found = self.pretrained(*args, **kwargs)
         first, *others = found if isinstance(found, tuple) else (found,)
@@ -267,7 +267,7 @@ class _InPlace(nn.Module):
         except TypeError as error:
             raise MetaTTTError(f"layer={IN_PLACE} has the settings chunk, lr, project and labels: {error}") from error
         self.name, self.labels = name, labels
-        self.__dict__.update(call=call, entered=None)
+        self.__dict__["call"] = call
         _as_before(self, "map.linear")
         self._hook = mlp.register_forward_pre_hook(self._enter)
 
@@ -277,24 +277,21 @@ class _InPlace(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         call: Call = self.__dict__["call"]
-        if call.valid(h.shape[1]) is not None or call.starts is not None:
+        if call.valid(h.shape[1]) is not None or call.starts(len(h)) is not None:
             raise MetaTTTError(
                 "In-Place TTT cuts a sequence into chunks, which others would shift: give no padding and no packed "
                 "documents"
             )
-        labels = call.embeddings if self.labels == "embeddings" else self.__dict__["entered"]
+        labels = call.given.embeddings if self.labels == "embeddings" else call.given.entered
         y, state = self.map(h, labels, call.state(self.name))
         call.keep(self.name, state)
         return y
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"entered": None}
 
     def end(self) -> None:
         self._hook.remove()
 
     def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.__dict__["entered"] = args[0]
+        self.__dict__["call"].given.entered = args[0]
 
 
 def _width(model: Any) -> int:

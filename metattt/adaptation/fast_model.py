@@ -6,6 +6,7 @@ copy each of these modules computes with the values of the call, stacked by docu
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,7 @@ class FastModel:
         frozen_blocks: int = 0,
         seed: int = 0,
     ):
-        self._given = model, fast, rank, frozen_blocks, seed
+        self._given: Any = model, fast, rank, frozen_blocks, seed
         self.ours = isinstance(model, LanguageModel)
         self.model = replica(model).eval()
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
@@ -84,7 +85,8 @@ class FastModel:
             module.forward = self._forward(module, held)
 
     def __deepcopy__(self, memo: dict[int, object]) -> FastModel:
-        return FastModel(*self._given)  # its modules look up their values in the one that has made them
+        model, *others = self._given  # its modules look up their values in the one that has made them
+        return FastModel(copy.deepcopy(model, memo), *others)
 
     def __call__(self, weights: Tensors, ids: Tensor, state: Any, last: int) -> tuple[Tensor, Any]:
         """Logits `[B, last, V]` of the last tokens of `ids` `[B, T]`, and the state after them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from inspect import signature
 from typing import Any
 
@@ -9,6 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+
+
+class Given(threading.local):
+    """What a call of the model was given; every thread has its own.
+
+    Attributes:
+        mask: `[B, T]` 1 for real tokens.
+        starts: `[1 or B, T]` first tokens of documents after others.
+        cache: the cache, in which states travel.
+        read_before: tokens that the cache held before the call.
+        embeddings: `[B, T, D]` of the tokens.
+        entered: what has entered the last MLP.
+    """
+
+    mask: Tensor | None = None
+    starts: Tensor | None = None
+    cache: Any = None
+    read_before: int | None = None
+    embeddings: Tensor | None = None
+    entered: Tensor | None = None
 
 
 class Call:
@@ -20,11 +41,7 @@ class Call:
     """
 
     def __init__(self, model: nn.Module, name: str):
-        self.mask: Tensor | None = None
-        self.starts: Tensor | None = None  # of documents after the first
-        self.cache: Any = None
-        self.read_before: int | None = None  # tokens that the cache held before the call
-        self.embeddings: Tensor | None = None
+        self.given = Given()
         parts = name.split(".")
         paths = [".".join(parts[:count]) for count in range(1, len(parts))]
         lists = [path for path in paths if isinstance(model.get_submodule(path), nn.ModuleList)]
@@ -44,56 +61,69 @@ class Call:
         for hook in self._hooks:
             hook.remove()
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy of the model has nothing of the last call
-        return self.__dict__ | {"mask": None, "starts": None, "cache": None, "embeddings": None}
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "given"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, given=Given())  # a copy of the model has nothing of the last call
 
     def state(self, name: str) -> Any:
         """The state of a module before this call; None at the start."""
-        held = states_in(self.cache).get(name)
-        if held is None and self.read_before:
+        held = states_in(self.given.cache).get(name)
+        if held is None and self.given.read_before:
             raise MetaTTTError("the cache has read tokens that the attached layers have not: begin with a new cache")
         return held
 
     def keep(self, name: str, state: Any) -> None:
-        if self.cache is not None:
-            states_in(self.cache)[name] = state
+        if self.given.cache is not None:
+            states_in(self.given.cache)[name] = state
 
     def valid(self, count: int) -> Tensor | None:
         """`[B, count]` real tokens of this call; None: all."""
-        if self.mask is None:
+        if self.given.mask is None:
             return None
-        valid = self.mask[:, -count:].bool()
+        valid = self.given.mask[:, -count:].bool()
         return None if bool(valid.all()) else valid
 
+    def starts(self, batch: int) -> Tensor | None:
+        """`[batch, T]` where documents begin after others; None: nowhere."""
+        return None if self.given.starts is None else self.given.starts.expand(batch, -1)
+
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = kwargs | signature(module.forward).bind_partial(*args, **kwargs).arguments
-        mask, places = given.get("attention_mask"), given.get("position_ids")
+        words = kwargs | signature(module.forward).bind_partial(*args, **kwargs).arguments
+        mask, places = words.get("attention_mask"), words.get("position_ids")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-            raise MetaTTTError("attached layers need an attention_mask [B, T], 1 for real tokens, or none")
-        self.mask, self.cache, self.read_before, self.starts = mask, None, None, None
-        self.embeddings = given.get("inputs_embeds")
-        if isinstance(places, Tensor) and places.ndim == 2:  # documents one after the other, as Transformers packs them
-            starts = places == 0 if mask is None else (places == 0) & mask[:, -places.shape[1] :].bool()
-            self.starts = starts if bool(starts[:, 1:].any()) else None
+            raise MetaTTTError(
+                "attached layers need an attention_mask [B, T], 1 for real tokens, or none (a static cache makes "
+                "another: use cache_implementation=dynamic)"
+            )
+        given = self.given
+        given.mask, given.cache, given.read_before, given.starts = mask, None, None, None
+        given.embeddings = words.get("inputs_embeds")
+        if mask is None and isinstance(places, Tensor) and places.ndim == 2:  # as Transformers sees packed documents
+            starts = places.diff(dim=1, prepend=places[:, :1] - 1) != 1
+            given.starts = starts if bool(starts.any()) else None
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = (*args, *kwargs.values())
-        self.cache = next((one for one in given if hasattr(one, "get_seq_length")), None)
-        if self.read_before is None:  # of the first block: attentions of later ones see that it has grown
-            self.read_before = 0 if self.cache is None else self.cache.get_seq_length()
+        words = (*args, *kwargs.values())
+        self.given.cache = next((one for one in words if hasattr(one, "get_seq_length")), None)
+        if self.given.read_before is None:  # of the first block: attentions of later ones see that it has grown
+            self.given.read_before = 0 if self.given.cache is None else self.given.cache.get_seq_length()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         y = output[0] if isinstance(output, tuple) else output
         if y.requires_grad:  # gradient checkpointing runs the block again, maybe after another call
-            given = self.mask, self.starts, self.embeddings
-            y.register_hook(lambda _: self._again(*given))
+            given = self.given
+            kept = given.mask, given.starts, given.embeddings
+            y.register_hook(lambda _: self._again(*kept))
 
-    def _again(self, *given: Tensor | None) -> None:
-        self.mask, self.starts, self.embeddings = given
-        self.cache, self.read_before = None, None
+    def _again(self, *kept: Tensor | None) -> None:
+        given = self.given
+        given.mask, given.starts, given.embeddings = kept
+        given.cache, given.read_before = None, None
 
     def _embedded(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.embeddings = output
+        self.given.embeddings = output
 
 
 class Followed:

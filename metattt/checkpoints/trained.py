@@ -44,12 +44,14 @@ class Trained(NamedTuple):
         tokenizer: `bytes`, or the text of its tokenizer.json; None: not known.
         evaluation: of a classifier, how its run made images of pictures (`metattt.data.images.Images`); None: not
             known.
+        data: the fingerprint of the data of its run (`metattt.data.base.Data`).
     """
 
     path: Path
     config: DictConfig
     tokenizer: str | None
     evaluation: dict[str, Any] | None = None
+    data: str | None = None
 
 
 class Weights(NamedTuple):
@@ -244,7 +246,8 @@ def _checked(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 def _of_run(file: Path, content: Mapping[str, Any], skip: Collection[str], trust: Collection[str]) -> Trained:
     config = record_config(content[RECORD], file, skip, trust)
     evaluation = _evaluation(file, content[RECORD].get("evaluation"))
-    return Trained(file, config, read_tokenizer(file) or ("bytes" if "global_step" in content else None), evaluation)
+    tokenizer = read_tokenizer(file) or ("bytes" if "global_step" in content else None)
+    return Trained(file, config, tokenizer, evaluation, content[RECORD].get("data"))
 
 
 def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:

@@ -62,7 +62,11 @@ NOT_SET_THERE = {
     **{f"layer.{part}": f"{part}=<name> chooses it" for part in ("task", "learner", "optimizer")},
     "trainer.callbacks": "callbacks.<name>.<key>=<value> sets one, ~callbacks.<name> leaves it out",
     "trainer.logger": "logger=<name> chooses it, ~logger leaves it out",
-    "trainer.overfit_batches": "data.max_bytes=<few> trains on little text",
+    **dict.fromkeys(
+        ("trainer.overfit_batches", "trainer.limit_train_batches"), "data.max_bytes=<few> trains on little text"
+    ),
+    "trainer.limit_val_batches": "data.validation_max_bytes=<few> validates on little text",
+    "trainer.check_val_every_n_epoch": "trainer.val_check_interval=<steps> says how often a run validates",
 }
 """Keys that a constructor has and a configuration must not set, with what to do instead."""
 

@@ -199,7 +199,10 @@ def explain_composition(error: BaseException, job: str) -> str:
             if isinstance(link.parent_node, DictConfig) and link.parent_node._get_node(link.key) is not None:
                 return wrong_type_in(link.parent_node, link.key, str(link.full_key), link.value)
             return f"{link.full_key}: {first_line(link)}"
-    return first_line(chain[-1])
+    line = first_line(chain[-1])
+    if "Could not override" in line and "@" in line:  # the file's own group is the package of what it sets
+        line += " Begin the file with the line `# @package _global_`"
+    return line
 
 
 def explain_instantiation(error: BaseException, part: str) -> str:

@@ -93,9 +93,13 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
     if not isinstance(given, Sequence) or not given:
         raise MetaTTTError(f"{key}={path} is not a path: give a file, a folder or a list of these")
     try:
-        return [found for one in given for found in _find(path_of(one, key), key)]
+        found = [found for one in given for found in _find(path_of(one, key), key)]
     except OSError as error:  # a name that is too long, a folder without rights
         raise MetaTTTError(f"{key}={error.filename} cannot be read: {error.strerror or error}") from error
+    once: dict[Path, tuple[Path, Path]] = {}
+    for file, base in found:
+        once.setdefault(file.resolve(), (file, base))
+    return list(once.values())
 
 
 def _find(root: Path, key: str) -> list[tuple[Path, Path]]:

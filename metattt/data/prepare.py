@@ -119,7 +119,8 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
         given.append(("validation_source", chosen.validation_source, None, True))
     names = [_name(chosen, *one[:3]) for one in given]
     said = {"source": "; to validate: ".join(names), **{key: getattr(chosen, key) for key in SAME}}
-    if (known := _written(folder, said, tokenizer.identity)) is not None:
+    stamp = _stamp(given)
+    if (known := _written(folder, said, tokenizer.identity, stamp)) is not None:
         console.print(f"{_shown(folder)} is complete already", markup=False)
         return known
     part = folder.with_name(f"{folder.name}.part")
@@ -137,7 +138,7 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
                 write_whole(new / TOKENIZER, tokenizer.content.encode())
             manifest = {
                 "format": FORMAT, "version": VERSION, "dtype": dtype_of(tokenizer.vocab_size).name, "settings": said,
-                "tokenizer": tokenizer.identity, **written,
+                "tokenizer": tokenizer.identity, "files": stamp, **written,
             }  # fmt: skip
             write_signed(new / MANIFEST, manifest)
             new.replace(folder)
@@ -149,11 +150,24 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
     return manifest
 
 
-def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -> dict[str, Any] | None:
+def _stamp(given: Sequence[tuple[str, Any, Any, Any]]) -> str | None:
+    """What tells the local files of the sources from others of these names, or from what they were before; None if they
+    cannot be read."""
+    try:
+        local = [find_files(source, key) for key, source, files, _ in given if _is_here(source, files)]
+        stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for found in local for file, _ in found]
+    except (MetaTTTError, OSError):
+        return None
+    return xxhash.xxh3_128_hexdigest(repr(stamps).encode())
+
+
+def _written(
+    folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any], stamp: str | None
+) -> dict[str, Any] | None:
     """The manifest of a target that was written before by the same command; None if nothing is there yet.
 
     Raises:
-        MetaTTTError: other things, tokens of other settings, or damaged ones.
+        MetaTTTError: other things, tokens of other settings or of files that have changed, or damaged ones.
     """
     if not os.path.lexists(folder):
         return None
@@ -170,6 +184,8 @@ def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -
             raise MetaTTTError(
                 f"target={folder} was prepared with {key}={before[key]}, not {value}: choose a new folder"
             )
+    if stamp is not None and manifest.get("files", stamp) != stamp:
+        raise MetaTTTError(f"the files of source have changed since target={folder} was prepared: choose a new folder")
     ShardData(path=str(folder)).setup()
     return manifest
 
@@ -199,6 +215,9 @@ def _rows(
     """The documents of a source: of local files, which may be any bytes, by our readers, of others by `datasets`."""
     if _is_here(source, files):
         found = find_files(source, key)
+        if key == "source" and chosen.validation_source is not None and _is_here(chosen.validation_source, None):
+            held = {file.resolve() for file, _ in find_files(chosen.validation_source, "validation_source")}
+            found = [one for one in found if one[0].resolve() not in held]
         if next(iterate_documents(found, chosen.text_key), None) is None:
             raise MetaTTTError(f"{key}={source} holds no text")
         stamps = [(str(file), str(base), file.stat().st_size, file.stat().st_mtime_ns) for file, base in found]

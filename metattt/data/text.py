@@ -99,12 +99,15 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path
         documents = read_documents(given, self.text_key, key)
         documents.sort(key=lambda document: (document.share(self._split_seed), document.key))
+        seen = {document.text for document in self._held_out}
         if self.test_fraction:
-            seen = {document.text for document in self._held_out}
             first: dict[bytes, Document] = {}
             for one in documents:
                 first.setdefault(one.text, one)
-            documents = [one for text, one in first.items() if text not in seen]
+            documents = list(first.values())
+        documents = [one for one in documents if one.text not in seen]
+        if not documents:
+            raise MetaTTTError(f"{key}={path} holds nothing to train on that is not in data.validation_path: give more")
         return documents
 
     def split(self, name: Split) -> list[bytes]:

@@ -69,6 +69,14 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
             raise MetaTTTError(f"{job.known[name].path}: {error}") from error
     columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")
     totals = ((name, one.tokens, one.loss, one.perplexity, one.bits_per_byte) for name, one in scores.items())
+    runs = {name: data_of(one) for name, one in job.known.items()}
+    others = [name for name, run in runs.items() if not run or run.get("path") != texts[name].get("path")]
+    if split == "validation" and others:
+        line = f"{', '.join(others)}: this is not the text of its run, which may have trained on what is held out here"
+        job.console.print(line, markup=False)
+    elif split == "validation" and not job.changes and (changed := _changed(job.known, data)):
+        line = f"{', '.join(changed)}: the text has changed since, and the run may have trained on what is held out now"
+        job.console.print(line, markup=False)
     job.console.print(table(f"{split} text of {data.source}", columns, totals))
     if len(edges) - 1 <= ROWS:
         job.console.print(by_position.bits_by_position(scores, edges))
@@ -83,6 +91,13 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         where = by_position.places(edges, chosen.bins)
         made.plot("by_position", where, losses, "Loss by position", axes, chosen.bins == "log", marks)
     return scores
+
+
+def _changed(known: Mapping[str, Trained], data: WindowData) -> list[str]:
+    """The names of models whose run has read other text than is there now."""
+    before = {name: one.data for name, one in known.items() if one.data is not None}
+    now = data.fingerprint() if before else None
+    return [name for name, one in before.items() if one != now]
 
 
 def _text(model: Trained, given: dict[str, Any]) -> dict[str, Any]:

@@ -77,11 +77,12 @@ class ScanBlock(Mixer):
         v, tail = self.conv1d(v, memory.get("conv"), ctx)
         v = F.silu(v)
         low, k, q = self.x_proj(v).split([self.rank, self.d_state, self.d_state], dim=-1)
-        step = F.linear(low, self.steps.weight)
+        plain = type(self.steps) is nn.Linear  # whose bias is added in fp32; what stands in its place is called
+        step = F.linear(low, self.steps.weight) if plain else self.steps(low)
         accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with exact(x.device.type):
             v, z, k, q, step = (one.to(accum_dtype) for one in (v, z, k, q, step))
-            step = self.positive(step + self.steps.bias.to(accum_dtype))
+            step = self.positive(step + self.steps.bias.to(accum_dtype) if plain else step)
             if ctx.valid is not None:
                 step = step * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
             h = memory["memory"] if memory else v.new_zeros(len(x), self.width, self.d_state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from metattt.errors import MetaTTTError
@@ -25,6 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_classes": 10,
     },
 }  # fmt: skip
+NEUTRAL = [("drop_rate", 0), ("global_pool", "avg")]  # what timm's own scripts give to every model
 LAYERS = {  # in the name of the model: configuration of the layer
     "mttt_mlp": "mttt_mlp",
     "mttt_linear": "mttt_linear",
@@ -60,13 +62,17 @@ def create(
         options: arguments of `ImageTransformer` that differ from the size's: img_size, num_classes, depth, ...
 
     Raises:
-        MetaTTTError: `pretrained`, or a configuration that does not exist or fit.
+        MetaTTTError: `pretrained`, an unknown option, or a configuration that does not exist or fit.
     """
     from metattt.composition.compose import compose  # which imports the modules of this folder
     from metattt.composition.instantiate import instantiate_layer
 
     if pretrained:
         raise MetaTTTError(f"{model}: there are no pretrained weights; leave out pretrained=True")
+    options = {key: value for key, value in options.items() if (key, value) not in NEUTRAL}
+    known = [*signature(ImageTransformer).parameters][1:]
+    if unknown := options.keys() - {*known}:
+        raise MetaTTTError(f"{model}: {min(unknown)}={options[min(unknown)]} is not taken: it knows {', '.join(known)}")
     size = SIZES[model] | options
     parts = (f"layer={layer}", f"dim={size['embed_dim']}", f"num_heads={size['num_heads']}", "seed=null", *overrides)
     built = ImageTransformer(layer=partial(instantiate_layer, compose(*parts, job="build")), **size)

@@ -59,6 +59,7 @@ class ImageTransformer(VisionTransformer):
         num_classes: number of classes; 0: features alone, the mean over the tokens.
         position: `sincos2d` (fixed), or `learned`, starting from N(0, 1/D).
         checkpoint: recompute every block in the backward pass.
+        drop_path_rate: share of images that skip the last block's branches in training; earlier blocks skip less.
 
     Raises:
         MetaTTTError: sizes that do not fit. Images of another size are timm's to refuse.
@@ -77,6 +78,7 @@ class ImageTransformer(VisionTransformer):
         num_classes: int = 1000,
         position: Literal["sincos2d", "learned"] = "sincos2d",
         checkpoint: bool = False,
+        drop_path_rate: float = 0.0,
     ):
         check_choice("model.position", position, ("sincos2d", "learned"))
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "depth": depth, "num_classes": num_classes}
@@ -84,6 +86,7 @@ class ImageTransformer(VisionTransformer):
         for name, size in sizes.items():
             check_integer(f"model.{name}", size, least=0 if name == "num_classes" else 1)
         check_number("model.mlp_ratio", mlp_ratio, above=0)
+        check_number("model.drop_path_rate", drop_path_rate, least=0, below=1)
         check_flag("model.checkpoint", checkpoint)
         check_function("layer", layer)
         if img_size % patch_size:
@@ -101,7 +104,7 @@ class ImageTransformer(VisionTransformer):
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim,
             depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False,
             act_layer="gelu_tanh", norm_layer=partial(nn.LayerNorm, eps=EPS), attn_layer=SequenceLayer,
-            pos_embed="learn" if position == "learned" else "none", weight_init="skip",
+            pos_embed="learn" if position == "learned" else "none", weight_init="skip", drop_path_rate=drop_path_rate,
         )  # fmt: skip
         for block in self.blocks:
             block.attn.layer = layer()  # type: ignore[union-attr]

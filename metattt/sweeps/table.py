@@ -23,6 +23,7 @@ from metattt.sweeps.record import CELL, read_cell
 PREFERRED = ("validation/bits_per_byte", "validation/top1", "validation/loss")
 LARGER_IS_BETTER = ("top1", "top5", "accuracy", "tokens_per_second", "images_per_second")
 FILES = ("runs.csv", "runs.md", "runs.png")
+DONE = ("", "finished")  # states of runs whose values count: not of a sweep, or finished
 DEPTH = 4  # of folders that runs are looked for in
 NAMED_RUNS = 12  # in the legend of the picture: of more, the best
 
@@ -113,7 +114,12 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         check_choice("sort", sort, columns or ["none: they have no metrics yet"])
     by = sort or next((one for one in (*PREFERRED, *columns) if one in columns and one.startswith("validation/")), STEP)
     down = by.endswith(LARGER_IS_BETTER) if descending is None else descending
-    found.sort(key=lambda run: (math.isnan(run.final(by)), -run.final(by) if down else run.final(by), run.name))
+
+    def place(run: Run) -> tuple[bool, bool, float, str]:
+        value = run.final(by)
+        return run.state not in DONE, math.isnan(value), -value if down else value, run.name
+
+    found.sort(key=place)
     keys = list(dict.fromkeys(key for run in found for key in run.swept))
     shown = [column for column in columns if column.startswith("validation/") or column.endswith("_per_second")]
     shown.sort(key=lambda column: (column != by, not column.startswith("validation/")))
@@ -144,7 +150,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         console.print(missing, markup=False)
     drawn = missing is None and _draw(home / FILES[2], found, by)
     console.print("  ".join(str(home / name) for name in FILES[: 3 if drawn else 2]), markup=False)
-    return sum(run.state not in ("", "finished") for run in found)
+    return sum(run.state not in DONE for run in found)
 
 
 def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Iterator[Run]:
@@ -176,7 +182,7 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict
         return []
     groups: dict[tuple[str, ...], dict[str, float]] = {}
     for run in found:
-        if not math.isnan(value := run.final(by)):
+        if run.state in DONE and not math.isnan(value := run.final(by)):
             groups.setdefault(tuple(run.swept.get(key, "") for key in others), {})[run.swept["seed"]] = value
     rows = []
     first = next(iter(groups.values()), {})

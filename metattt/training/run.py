@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,11 @@ from metattt.io import read_text, write_whole
 from metattt.locking import locked
 from metattt.metrics_file import STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
+from metattt.training.saving import ended_early
 
 AUTO = "auto"  # resume=auto
 LEAST = {
-    "max_steps": -1, "max_epochs": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1,
-    "log_every_n_steps": 0,
+    "max_steps": -1, "accumulate_grad_batches": 1, "log_every_n_steps": 0,
 }  # fmt: skip
 """Integers of Lightning's Trainer, which takes others and fails on them later, without their names."""
 CONFIGURATION = "run.yaml"
@@ -47,6 +48,7 @@ class Start(NamedTuple):
         done: steps done.
         moved: the command line says where the data is now.
         complete: there is nothing left to do.
+        clear: removes what the run replaces: to be called when all else is known to be right.
     """
 
     cfg: DictConfig
@@ -56,6 +58,7 @@ class Start(NamedTuple):
     done: int
     moved: bool
     complete: bool
+    clear: Callable[[], None]
 
 
 def check_given(cfg: DictConfig) -> None:
@@ -67,7 +70,7 @@ def check_given(cfg: DictConfig) -> None:
     for key, least in LEAST.items():
         if cfg.trainer.get(key) is not None:
             check_integer(f"trainer.{key}", cfg.trainer[key], least)
-    for key in ("max_steps", "max_epochs", "val_check_interval"):
+    for key in ("max_steps", "val_check_interval"):
         if cfg.trainer.get(key) == 0:
             raise MetaTTTError(
                 f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg job shows the configuration"
@@ -76,8 +79,19 @@ def check_given(cfg: DictConfig) -> None:
         check_number(
             "trainer.gradient_clip_val", cfg.trainer.gradient_clip_val, least=0, advice=", or null for no clipping"
         )
-    if {cfg.trainer.get(key) for key in ("max_steps", "max_epochs")} <= {None, -1}:
+    if cfg.trainer.get("max_epochs") not in (None, -1):
+        raise MetaTTTError(
+            f"trainer.max_epochs={cfg.trainer.max_epochs} is not allowed: a run is counted in steps, set "
+            "trainer.max_steps=<steps>"
+        )
+    if cfg.trainer.get("max_steps") in (None, -1):
         raise MetaTTTError(f"trainer.max_steps={cfg.trainer.get('max_steps')} is not allowed: a run must end")
+    saving = OmegaConf.select(cfg, "callbacks.checkpoint")
+    if saving is not None and "folder" in saving and saving.folder != cfg.output_dir:
+        raise MetaTTTError(
+            f"callbacks.checkpoint.folder={saving.folder} is not allowed: a run and its checkpoints have one folder, "
+            "set output_dir="
+        )
 
 
 @contextmanager
@@ -133,6 +147,7 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
     cfg, here = given, source is not None and folder.resolve() == source.resolve()
     checkpoint, done, moved = None, 0, False
     content: Mapping[str, Any] = {}
+    clear: Callable[[], None] = lambda: None  # noqa: E731
     if here and first:
         remove_leftovers(folder)
     begun = source is not None and (source / CONFIGURATION).is_file() and not rolling.steps(source)
@@ -146,13 +161,16 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
         content = read_checkpoint(checkpoint, tensors="none")
         done = _steps_of(content, checkpoint)
         if here and first:
-            _end_at(done, given, folder)
+            clear = _end_at(done, given, folder)
         cfg, moved = resumed(given, record_config(content[RECORD], checkpoint, trust=modules(given.trust)))
         check_resumed(checkpoint, cfg)
         cfg.resume = str(checkpoint)
+    cfg.output_dir = str(folder)
     if first and not (here and (checkpoint is not None or begun)):
         make_room(folder, given.overwrite)
-    cfg.output_dir = str(folder)
+        check_logs(cfg, folder, given.overwrite)
+        if given.overwrite:
+            clear = partial(remove_run, folder)
     if source is not None:
         check_paths(cfg, given.given)
     complete = 0 < cfg.trainer.get("max_steps", -1) <= done and _is_validated(cfg, done)
@@ -161,16 +179,18 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
         if given.resume != AUTO:
             raise MetaTTTError(line)
         say(line)
-    return Start(cfg, folder, checkpoint, content, done, moved, complete)
+    elif given.resume == AUTO and ended_early(content):
+        complete = True
+        say(f"the run {checkpoint} is complete: it was stopped early at step {done}; resume={folder} trains on")
+    return Start(cfg, folder, checkpoint, content, done, moved, complete, clear)
 
 
 def make_room(folder: Path, overwrite: bool) -> None:
-    """Raises an error for a folder with a run in it, or with files that a run would overwrite. With `overwrite`,
-    removes the run: its checkpoints, log and configuration, and nothing else.
+    """Raises an error for a folder with a run in it, unless `overwrite`, or with other files that a run would write
+    over.
 
     Raises:
         MetaTTTError: such a folder; a foreign file in the place of a run's file.
-        OSError: one that cannot be removed.
     """
     foreign = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
     for name, ours in ((LOG, _is_log), (CONFIGURATION, _is_configuration)):
@@ -189,11 +209,25 @@ def make_room(folder: Path, overwrite: bool) -> None:
             f"output_dir={folder} holds {', '.join(foreign)}, which does not belong to a run and would be written "
             "over: move it, or choose another folder"
         )
-    if overwrite:
-        rolling.remove_newer(folder, -1)
-        remove_leftovers(folder)
-        for name in (LOG, CONFIGURATION):
-            (folder / name).unlink(missing_ok=True)
+
+
+def check_logs(cfg: DictConfig, folder: Path, overwrite: bool) -> None:
+    """Raises an error for a log outside of the folder of a new run that has rows already, unless `overwrite`."""
+    for path in _logs(cfg):
+        if not overwrite and path.parent.resolve() != folder.resolve() and read_rows(path)[0]:
+            raise MetaTTTError(f"{path} is the log of another run: give another path, or overwrite=true")
+
+
+def remove_run(folder: Path) -> None:
+    """Removes a run: its checkpoints, log and configuration, and nothing else.
+
+    Raises:
+        OSError: a file that cannot be removed.
+    """
+    rolling.remove_newer(folder, -1)
+    remove_leftovers(folder)
+    for name in (LOG, CONFIGURATION):
+        (folder / name).unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -226,27 +260,36 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and rolling.step_of(path) is None and not rolling.is_ours(path)
 
 
-def _end_at(done: int, cfg: DictConfig, folder: Path) -> None:
-    """Handles checkpoints after the one from which a run resumes: damaged ones are renamed; others, which must not be
-    mistaken for later checkpoints of the resumed run, are removed if `overwrite` is set, or raise an error."""
+def _end_at(done: int, cfg: DictConfig, folder: Path) -> Callable[[], None]:
+    """What is done to checkpoints after the one from which a run resumes: damaged ones are renamed; others, which must
+    not be mistaken for later checkpoints of the resumed run, are removed if `overwrite` is set, or raise an error."""
     newer = [path for step, path in rolling.steps(folder) if step > done]
     if cfg.resume == AUTO or _is_folder(Path(cfg.resume).expanduser()):  # the newest readable one was used
-        for path in newer:
-            rolling.set_aside(path)
-    elif newer and cfg.overwrite:
-        rolling.remove_newer(folder, done)
-    elif newer:
+        return partial(_set_aside, newer)
+    if newer and not cfg.overwrite:
         raise MetaTTTError(
             f"the run has later checkpoints than {cfg.resume}, up to {newer[0].name}: to resume from there again, "
             "give another output_dir=<folder>, or overwrite=true to remove what came after"
         )
+    return partial(rolling.remove_newer, folder, done)
 
 
 def _is_validated(cfg: DictConfig, step: int) -> bool:
     """Whether the validation after the last step is in the log; True without a CSV log."""
-    logs = [one.path for one in (cfg.get("logger") or {}).values() if str(one.get("_target_")).endswith(".CSVLog")]
-    rows = (row for path in logs for row in read_rows(Path(path))[0])
+    logs = _logs(cfg)
+    rows = (row for path in logs for row in read_rows(path)[0])
     return not logs or any(int(row[STEP]) == step and of_validation(row) for row in rows)
+
+
+def _set_aside(checkpoints: Iterable[Path]) -> None:
+    for path in checkpoints:
+        rolling.set_aside(path)
+
+
+def _logs(cfg: DictConfig) -> list[Path]:
+    """The files of the CSV logs of a run."""
+    made = [one for one in (cfg.get("logger") or {}).values() if isinstance(one, DictConfig)]
+    return [Path(one.path) for one in made if str(one.get("_target_")).endswith(".CSVLog")]
 
 
 def _is_log(path: Path) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Timer
 
 from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.rolling import path_of, prune
@@ -71,6 +72,7 @@ class Checkpoints(WithSettings, Callback):
         self.best_value = math.inf
         self.last: Path | None = None  # that this run has written
         self.validate_again = False  # for a checkpoint in the middle of a validation
+        self.ended_early = False
         self._saved_step = self._validated_step = -1
         self._saved_at = 0.0
         self._between_steps = False
@@ -132,6 +134,9 @@ class Checkpoints(WithSettings, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_best(trainer)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        timed = any(isinstance(one, Timer) for one in callbacks)  # it stops a run that goes on later
+        self.ended_early = trainer.should_stop and bool(trainer.early_stopping_callbacks) and not timed
         if trainer.global_step > self._saved_step:
             self._save(trainer)
         self._running = False
@@ -149,7 +154,7 @@ class Checkpoints(WithSettings, Callback):
         if self._ranks is not None:
             mine, random = random[0], [None] * dist.get_world_size(self._ranks)
             dist.all_gather_object(random, mine, self._ranks)
-        known = {name: getattr(self, name) for name in ("best_step", "best_value", "validate_again")}
+        known = {name: getattr(self, name) for name in ("best_step", "best_value", "validate_again", "ended_early")}
         return {**known, "random": random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -211,6 +216,15 @@ class Checkpoints(WithSettings, Callback):
 
 def validates_again(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was written during a validation, which must be repeated."""
+    return _flag(checkpoint, "validate_again")
+
+
+def ended_early(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is the last of a run that Lightning's `EarlyStopping` has ended."""
+    return _flag(checkpoint, "ended_early")
+
+
+def _flag(checkpoint: Mapping[str, Any], name: str) -> bool:
     states = checkpoint.get("callbacks")
     state = states.get(Checkpoints.__qualname__) if isinstance(states, Mapping) else None
-    return bool(state["validate_again"]) if isinstance(state, Mapping) and "validate_again" in state else False
+    return bool(state[name]) if isinstance(state, Mapping) and name in state else False

@@ -83,22 +83,24 @@ def _run(begin: Start, console: Console) -> int:
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
     trainer = _trainer(cfg)
-    if is_first():
-        write_configuration(folder, cfg)
-        settings: Any = OmegaConf.to_container(cfg, resolve=True)
-        for logger in trainer.loggers if not done else ():
-            logger.log_hyperparams(settings)
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
-    notes = [log.go_on_from(done, validates_again(begin.content)) for log in logs_of(trainer)]
-    job.header(console, trainer, model, done)
+    notes = []
     if checkpoint is not None:
         notes.append(check_same_data(begin.content[RECORD], data, begin.moved))
     elif cfg.init_from:
         notes.append(differences(cfg, cfg.init_from))
+    if is_first():  # nothing of another run, or of a later part of this one, goes before all is known to be right
+        begin.clear()
+        write_configuration(folder, cfg)
+        settings: Any = OmegaConf.to_container(cfg, resolve=True)
+        for logger in trainer.loggers if not done else ():
+            logger.log_hyperparams(settings)
+    notes += [log.go_on_from(done, validates_again(begin.content)) for log in logs_of(trainer)]
+    job.header(console, trainer, model, done)
     for note in filter(None, notes):
         console.print(note)
     started, batches = time.monotonic(), ForLightning(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt import MetaTTTError, attach
+from metattt import MetaTTTError, attach, build
 from metattt.adaptation.attach import FORMAT, Attached, load_attached
 from metattt.adaptation.in_place import InPlaceLinear
 from metattt.checkpoints.tensors import write_tensors
@@ -169,6 +170,17 @@ def test_packed_documents_a_mask_by_place_and_embeddings() -> None:
     torch.save(made, io.BytesIO())
 
 
+def test_threads_do_not_see_each_other() -> None:
+    made = llama()
+    trained(attached(made, "ttt_linear"))
+    masks = [(torch.arange(21) < length).long().expand(2, -1) for length in (21, 12)]
+    with torch.no_grad():
+        alone = [made(IDS, attention_mask=mask).logits for mask in masks]
+        with ThreadPoolExecutor(2) as pool:
+            found = [*pool.map(lambda at: made(IDS, attention_mask=masks[at % 2]).logits, range(40))]
+    assert all(torch.equal(one, alone[at % 2]) for at, one in enumerate(found))
+
+
 @pytest.mark.parametrize("kind", ["ttt_linear", "in_place_embeddings"])
 def test_blocks_that_are_run_again_see_their_own_call(kind: str) -> None:
     """Gradient checkpointing with two calls before one backward pass, a loss on features of a block included."""
@@ -231,6 +243,16 @@ def test_peft_beside_it() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     tuned = peft.get_peft_model(made, config)
     torch.testing.assert_close(tuned(IDS).logits, logits)
+
+
+@pytest.mark.parametrize(("name", "target"), [("mamba", "dt_proj"), ("longhorn", "dt_head")])
+def test_what_stands_in_place_of_a_map_of_steps_is_called(name: str, target: str) -> None:
+    layer, x = build(name, dim=16, num_heads=2, seed=0), torch.randn(1, 9, 16)
+    before, plain = layer(x)[0], getattr(layer, target)
+    setattr(layer, target, nn.Sequential(plain))
+    torch.testing.assert_close(layer(x)[0], before)
+    setattr(layer, target, nn.Sequential(nn.Tanh(), plain))
+    assert not torch.allclose(layer(x)[0], before)
 
 
 def test_a_copy_of_the_model_stands_alone() -> None:

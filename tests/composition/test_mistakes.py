@@ -30,7 +30,7 @@ TYPICAL = [  # a mistake, and what it should have been
     ("num_layers=3", "model.num_layers"),
     ("model.hidden_size=32", "dim"),
     ("ckpt=runs/x", "resume"),
-    ("trainer.limit_val_batchs=1", "trainer.limit_val_batches"),
+    ("trainer.num_sanity_val_step=1", "trainer.num_sanity_val_steps"),
     ("layer=mlp", "learner=mlp"),
     ("layer=lin", "layer=linear_attention"),
     ("learner.depth=3", "learner=mlp learner.depth"),
@@ -126,8 +126,8 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
 
 
 def test_arguments_of_the_trainer_need_no_plus() -> None:
-    assert compose("trainer.limit_val_batches=1", "trainer.max_time=00:01:00:00").trainer.limit_val_batches == 1
-    assert compose("+trainer.limit_val_batches=1").trainer == compose("trainer.limit_val_batches=1").trainer
+    assert compose("trainer.detect_anomaly=true", "trainer.max_time=00:01:00:00").trainer.detect_anomaly is True
+    assert compose("+trainer.detect_anomaly=true").trainer == compose("trainer.detect_anomaly=true").trainer
     from lightning import Trainer
 
     read = [one.name for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")]

@@ -58,6 +58,16 @@ def test_the_split_is_by_document_and_stable(tmp_path: Path) -> None:
     assert other.split("validation") != validation
 
 
+def test_no_text_is_trained_on_and_validated_on(tmp_path: Path) -> None:
+    folder = write(tmp_path / "one")
+    held = TextData(str(folder), validation_path=str(folder / "3.txt"))
+    assert len(held.split("train")) == 29 and held.split("validation")[0] not in held.split("train")
+    twice = TextData([str(folder), str(tmp_path)], validation_fraction=0.3)  # a file counts once
+    assert len(twice.split("train")) + len(twice.split("validation")) == 30
+    with pytest.raises(MetaTTTError, match=r"nothing to train on that is not in data\.validation_path"):
+        TextData(str(folder / "3.txt"), validation_path=str(folder)).setup()
+
+
 def test_the_test_split_shares_no_text_with_the_others(tmp_path: Path) -> None:
     write(tmp_path / "one")
     (tmp_path / "one" / "copy.txt").write_bytes((tmp_path / "one" / "3.txt").read_bytes())

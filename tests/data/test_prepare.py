@@ -21,6 +21,7 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data import prepare as preparing
 from metattt.data.documents import find_files, iterate_documents
+from metattt.data.manifest import read_manifest
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData
 from metattt.data.tokenizers import load_tokenizer
@@ -133,6 +134,16 @@ def test_stopped_there_is_nothing_half_and_the_same_command_goes_on(
         patch.setattr(preparing, "document_tokens", lambda *_: (_ for _ in ()).throw(AssertionError))
         assert run(corpus, target) == 0
     assert content(target) == content(prepared) and not part.exists() and len(read) <= 1
+
+
+def test_files_that_have_changed_and_files_of_both_splits(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"{number} some text\n" * 90)
+    assert run(tmp_path, tmp_path / "apart", f"validation_source={tmp_path / '3.txt'}") == 0
+    counts = read_manifest(tmp_path / "apart")["splits"]  # type: ignore[index]
+    assert [counts[split]["documents"] for split in ("train", "validation")] == [5, 1]
+    (tmp_path / "2.txt").write_text("another")
+    assert "have changed since target=" in refused(tmp_path, tmp_path / "apart", f"validation_source={tmp_path / '3.txt'}")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ log."""
 
 import csv
 import math
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -288,6 +289,23 @@ def test_one_checkpoint_writes_beside_itself(runs: Path) -> None:
     assert list(found) == ["linear"] and len(rows(runs / "linear" / "eval" / "by_position.csv")) == 24
     again = evaluate(compose(f"checkpoint=[{runs / 'linear'},{runs / 'linear'}]", "device=cpu", job="eval"))
     assert list(again) == ["linear-1", "linear-2"] and {one.loss for one in again.values()} == {found["linear"].loss}
+
+
+def test_text_that_a_run_may_have_trained_on_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (f"checkpoint={runs / 'linear'}", f"output_dir={tmp_path / 'out'}", "device=cpu")
+    evaluate(compose(*given, job="eval"))
+    assert "trained on" not in capsys.readouterr().out
+    shutil.copytree(runs / "text", tmp_path / "text")
+    evaluate(compose(*given, f"data.path={tmp_path / 'text'}", job="eval"))
+    assert "linear: this is not the text of its run, which may have trained on" in capsys.readouterr().out
+    file = next((runs / "text").glob("*.txt"))
+    content = file.read_bytes()
+    try:
+        file.write_bytes(content[::-1])
+        evaluate(compose(*given, job="eval"))
+    finally:
+        file.write_bytes(content)
+    assert "linear: the text has changed since" in capsys.readouterr().out
 
 
 def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) -> None:

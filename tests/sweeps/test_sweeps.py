@@ -204,7 +204,8 @@ def test_the_table_is_sorted_and_whole(tmp_path: Path, capsys: pytest.CaptureFix
     make(tmp_path / "c", [(5, 1.5), (10, "nan")], swept=["layer=a", "seed=1"])
     make(tmp_path / "d", [], swept=["layer=b", "seed=1"], state="failed", message="it broke")
     make(tmp_path / "e", [(10, 2.5)], swept=["layer=b", "seed=2"])
-    assert tell(tmp_path) == 1
+    make(tmp_path / "f", [(1, 0.1)], swept=["layer=b", "seed=3"], state="failed")  # an early value is no result
+    assert tell(tmp_path) == 2
     rows = table(tmp_path)
     assert [(row["layer"], row["seed"]) for row in rows[:3]] == [("b", "0"), ("b", "2"), ("a", "0")]
     assert [float(row["validation/bits_per_byte"]) for row in rows[:3]] == [2.0, 2.5, 3.0]  # the last, not the best

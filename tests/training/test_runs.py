@@ -299,6 +299,43 @@ def test_an_older_one_is_gone_on_from_only_if_it_is_said(copied: Path, finished:
 
 
 @pytest.mark.parametrize(
+    "wrong", [("data.path=/nowhere",), ("layer=ttt_mlp", "dim=30"), ("init_from=nowhere",), ("resume={older}", "data.path={other}")]
+)
+def test_nothing_is_removed_for_a_command_that_cannot_run(wrong: tuple[str, ...], corpus: Path, copied: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    shutil.copy(next(corpus.rglob("*.txt")), tmp_path / "other")
+    places = {"older": copied / "checkpoints" / "step-00000006", "other": tmp_path / "other"}
+    given = [one.format(**places) for one in wrong]
+    before = {file: file.read_bytes() for file in copied.rglob("*") if file.is_file()}
+    with pytest.raises(MetaTTTError):
+        train(compose(*given, "overwrite=true") if "resume" in given[0] else eight(corpus, copied, "overwrite=true", *given))
+    assert {file: file.read_bytes() for file in copied.rglob("*") if file.is_file()} == before
+
+
+def test_files_of_two_runs_stand_apart(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("step,train/loss\n1,2.0\n")
+    for override, message in (
+        (f"logger.csv.path={tmp_path / 'log.csv'}", "is the log of another run: give another path"),
+        (f"callbacks.checkpoint.folder={tmp_path}", "a run and its checkpoints have one folder"),
+        ("trainer.max_epochs=2", r"a run is counted in steps, set trainer\.max_steps="),
+        ("trainer.limit_train_batches=3", r"data\.max_bytes="),
+    ):
+        with pytest.raises(MetaTTTError, match=message):
+            train(eight(corpus, tmp_path / "run", override))
+    assert (tmp_path / "log.csv").read_text().endswith("1,2.0\n")
+
+
+def test_a_run_that_was_stopped_early_is_complete(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "validation/loss", "stopping_threshold": 99.0}
+    words = [f"+callbacks.stop.{key}={value}" for key, value in stop.items()]
+    words += ["+callbacks.stop.check_on_train_epoch_end=false", "resume=auto"]
+    for _ in range(2):
+        assert train(eight(corpus, tmp_path / "run", *words)) == 0
+    assert "is complete: it was stopped early at step 2; resume=" in capsys.readouterr().out
+    assert steps(tmp_path / "run") == [2]
+
+
+@pytest.mark.parametrize(
     ("content", "kept"),
     [
         (b"", 0),
