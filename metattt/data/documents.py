@@ -96,7 +96,9 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
         found = [found for one in given for found in _find(path_of(one, key), key)]
     except OSError as error:  # a name that is too long, a folder without rights
         raise MetaTTTError(f"{key}={error.filename} cannot be read: {error.strerror or error}") from error
-    once: dict[Path, tuple[Path, Path]] = {}
+    if len(given) == 1:
+        return found
+    once: dict[Path, tuple[Path, Path]] = {}  # paths may lie in each other
     for file, base in found:
         once.setdefault(file.resolve(), (file, base))
     return list(once.values())

@@ -119,6 +119,11 @@ def _run(begin: Start, console: Console) -> int:
         words = [f"resume={folder}", *([as_override(own)] if own else [])]
         console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train {' '.join(words)}")
         return 0 if started_by_the_run() else stop.exit_code
+    except SystemExit:  # Lightning's own end after Ctrl-C
+        if _callback(trainer, Checkpoints) is not None:
+            raise
+        console.print(f"stopped at step {trainer.global_step}; nothing is saved without callbacks.checkpoint")
+        return 128 + signal.SIGINT
     except RuntimeError as error:
         if trainer.world_size == 1 or not LOST.search(str(error)):
             raise
@@ -196,7 +201,9 @@ def _files(console: Console, trainer: Trainer, folder: Path) -> None:
     console.print(f"checkpoint  {path_of(folder, trainer.global_step)}")
     saving = _callback(trainer, Checkpoints)
     if saving is not None and saving.best_step is not None:
-        console.print(f"best        {path_of(folder, saving.best_step)}  ({saving.best} {saving.best_value:.4f})")
+        best = path_of(folder, saving.best_step)
+        place = best if best.exists() else f"step {saving.best_step} of the run that this one began from"
+        console.print(f"best        {place}  ({saving.best} {saving.best_value:.4f})")
     for logger in trainer.loggers:
         places = (getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name"))
         console.print(f"log         {next((place for place in places if place), '')}")
