@@ -219,8 +219,8 @@ def tokenizer_of(
         )
     if found.vocab_size > vocab_size:
         raise MetaTTTError(
-            f"the tokenizer has {found.vocab_size} tokens and {model} {vocab_size}: it is of another model, set "
-            "tokenizer="
+            f"the tokenizer has {found.vocab_size} tokens and {model} {vocab_size}: it is of another model (set "
+            "tokenizer=), or this one was trained on something else than text"
         )
     return found
 
