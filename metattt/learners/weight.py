@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
         )
     for name, weight in weights.items():
         shape, value = weight.shape, weight.value
-        if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
+        if not isinstance(shape, tuple | list) or not all(isinstance(n, Integral) and int(n) > 0 for n in shape):
             raise MetaTTTError(f"{kind}.weights gives {name!r} the shape {shape!r}: it must be a tuple of sizes > 0")
         if isinstance(value, Tensor) and not (value.is_floating_point() and _fits(value.shape, shape)):
             raise MetaTTTError(
