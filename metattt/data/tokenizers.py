@@ -192,6 +192,10 @@ def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | Fi
     return FileTokenizer(content, str(folder / TOKENIZER))
 
 
+EVERY_BYTE = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x40), *range(0x10000, 0x110000, 0x1000)))).encode()
+"""A text with all bytes that occur in texts."""
+
+
 def tokenizer_of(
     model: str, content: str | None, vocab_size: int, given: str | None = None
 ) -> ByteTokenizer | FileTokenizer:
@@ -212,6 +216,8 @@ def tokenizer_of(
         found = ByteTokenizer()
     elif content is not None:
         found = FileTokenizer(content, f"{model}/{TOKENIZER}")
+        if found.vocab_size == ByteTokenizer.vocab_size and found.encode(EVERY_BYTE).tolist() == list(EVERY_BYTE):
+            found = ByteTokenizer()  # as an export of a model of bytes writes them for Transformers
     else:
         raise MetaTTTError(
             f"{model} has {vocab_size} tokens, and no {TOKENIZER} says which: "

@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 import metattt
 import metattt.hf
 from metattt.checkpoints.convert import convert
+from metattt.checkpoints.trained import open_trained
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.text import ByteTokenizer
-from metattt.data.tokenizers import load_tokenizer
+from metattt.data.tokenizers import FileTokenizer, load_tokenizer, tokenizer_of
 from metattt.errors import MetaTTTError
 from metattt.generation import static_step
 from metattt.generation.text import generate_text
@@ -99,6 +100,13 @@ def _prompts(name: str) -> list[str]:
 def _tokenizer(source: Path) -> Any:
     file = source / "tokenizer.json"
     return load_tokenizer(str(file)) if file.exists() else ByteTokenizer()
+
+
+def test_an_export_of_a_model_of_bytes_is_one(exported: Path) -> None:
+    """To compare it with its run, both must have one tokenizer; others keep theirs."""
+    for name, kind in ((next(iter(LAYERS)), ByteTokenizer), ("converted", FileTokenizer)):
+        about = open_trained(exported / name)
+        assert type(tokenizer_of(name, about.tokenizer, about.config.model.vocab_size)) is kind
 
 
 @pytest.mark.slow
