@@ -15,6 +15,7 @@ from metattt.errors import MetaTTTError
 from metattt.setting import REQUIRED, Setting, declared, parameters, resolved, setting, with_always
 
 SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+PLAIN = [object.__init__, nn.Module.__init__]  # torch.compile puts another one into the place of the latter
 
 
 @dataclass_transform(field_specifiers=(setting,))
@@ -50,7 +51,7 @@ class WithSettings:
                 setattr(cls, name, one.default)
             if one.fixed:
                 cls.fixed = (*cls.fixed, name, *([one.alias] if one.alias else []))
-        made = cls.__init__ in (object.__init__, nn.Module.__init__) or hasattr(cls.__init__, "made_of_settings")
+        made = cls.__init__ in (*PLAIN, nn.Module.__init__) or hasattr(cls.__init__, "made_of_settings")
         if mine and not made and "__init__" not in own:
             raise MetaTTTError(
                 f"{cls.__name__} declares {', '.join(mine)}, and inherits an __init__ that does not take them: "
@@ -138,4 +139,4 @@ class Declared(WithSettings, nn.Module):
     """A module of torch whose constructor takes settings."""
 
 
-Declared.__init__ = nn.Module.__init__  # type: ignore[method-assign]  # a subclass may write one, and call this
+Declared.__init__ = PLAIN[1]  # type: ignore[method-assign]  # a subclass may write one, and call this

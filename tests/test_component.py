@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 from torch import nn
 
+from metattt.declared import Declared
 from metattt.errors import MetaTTTError
 from metattt.learners import Learner, Linear, Weight
 from metattt.optimizers import InnerOptimizer
@@ -69,6 +70,16 @@ def test_a_value_that_is_not_allowed(given: dict[str, Any], message: str) -> Non
     with pytest.raises(MetaTTTError) as raised:
         Sized(**{"size": 1, **given})
     assert str(raised.value) == message
+
+
+def test_a_class_that_is_written_after_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which wraps the constructor of modules for the whole process."""
+    plain = nn.Module.__init__
+    monkeypatch.setattr(nn.Module, "__init__", lambda self, *args, **options: plain(self, *args, **options))
+    for base in (Declared, Sized, Linear):
+        late = type("Late", (base,), {"__annotations__": {"more": int}, "more": setting(default=3, kw_only=True)})
+        given = {"size": 2} if base is Sized else {}
+        assert late(**given).more == 3 and late(**given, more=4).more == 4
 
 
 def test_a_constructor_of_ones_own_takes_what_every_learner_has() -> None:
