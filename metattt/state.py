@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,11 +119,9 @@ class State(NamedTuple):
         """Detaches the state: gradients of later losses do not reach earlier tokens."""
         return self.map(Tensor.detach)
 
-    def select(self, index: Tensor | Sequence[int]) -> State:
-        """The states of the sequences `index`, numbers or `[B]` bool (to reorder beams or drop finished sequences)."""
-        chosen = torch.as_tensor(index, device=self.pos.device)
-        chosen = chosen.nonzero().squeeze(1) if chosen.dtype == torch.bool else chosen
-        return self.map(lambda tensor: tensor.index_select(0, chosen))
+    def select(self, index: Tensor) -> State:
+        """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
+        return self.map(lambda tensor: tensor.index_select(0, index))
 
     @property
     def nbytes(self) -> int:

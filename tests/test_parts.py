@@ -17,8 +17,18 @@ from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import load_components
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, Weight
-from metattt.optimizers import BlockMomentum, GradientDescent, InnerOptimizer, Momentum, WholeSequence
+from metattt.learners import (
+    MLP,
+    FastWeights,
+    KernelEstimator,
+    KernelRidge,
+    Learner,
+    Linear,
+    LogLinear,
+    ModuleLearner,
+    Weight,
+)
+from metattt.optimizers import Append, BlockMomentum, GradientDescent, InnerOptimizer, Momentum, WholeSequence
 from metattt.registry import REGISTERED
 from metattt.tasks import DecodedReconstruction, Reconstruction
 from metattt.testing.specimen import Specimen, compare, run
@@ -180,6 +190,27 @@ def test_a_loss_with_parameters_is_trained() -> None:
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     expected, found = (run(one, x, grads=True) for one in made)
     assert compare(found, expected) <= 1e-9 and expected.grads["task.net.weight"].any()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("learner", [KernelEstimator, KernelRidge, LogLinear])
+def test_one_label_for_all_along_an_axis(learner: type[Learner], axis: int) -> None:
+    """For a learner without weights, as if it were written out; also from call to call."""
+    found = []
+    for whole in (False, True):
+
+        class One(Reconstruction):
+            def views(self, x: Tensor, state: Any, ctx: Any) -> Any:
+                views, state = super().views(x, state, ctx)
+                v = torch.ones_like(views.v) if whole else torch.ones_like(views.v).narrow(axis, 0, 1)  # noqa: B023
+                return views._replace(v=v), state
+
+        torch.manual_seed(0)
+        made = TTTLayer(16, 2, One(), learner(), Append()).double()
+        x = torch.randn(2, 9, 16, dtype=torch.float64)
+        y, state = made(x[:, :5])
+        found.append(torch.cat([y, made(x[:, 5:], state)[0]], 1))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])

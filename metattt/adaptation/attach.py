@@ -279,8 +279,8 @@ class _InPlace(nn.Module):
         call: Call = self.__dict__["call"]
         if call.valid(h.shape[1]) is not None or call.starts(len(h)) is not None:
             raise MetaTTTError(
-                "In-Place TTT cuts a sequence into chunks, which others would shift: give no padding and no packed "
-                "documents"
+                "In-Place TTT cuts a sequence into chunks, which padding and other documents would shift: give no "
+                "padding and no packed documents"
             )
         labels = call.given.embeddings if self.labels == "embeddings" else call.given.entered
         y, state = self.map(h, labels, call.state(self.name))

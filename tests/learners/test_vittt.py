@@ -15,6 +15,7 @@ from torch import Tensor
 import metattt
 import metattt.models.timm
 from metattt.catalog.equations import equations
+from metattt.errors import MetaTTTError
 from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
 from metattt.testing.specimen import randomize
@@ -120,6 +121,14 @@ def test_timm_gives_the_maps_of_blocks() -> None:
     options: dict[str, Any] = {"img_size": 32, "depth": 3, "features_only": True, "out_indices": (0, 2)}
     model = timm.create_model("vit_tiny_patch16_vittt", **options)
     assert [list(y.shape) for y in model(torch.randn(2, 3, 32, 32))] == [[2, 192, 2, 2]] * 2
+
+
+def test_options_of_timms_own_scripts() -> None:
+    given: dict[str, Any] = {"img_size": 32, "depth": 2, "drop_rate": 0.0, "global_pool": "avg", "drop_path_rate": 0.2}
+    model = timm.create_model("vit_tiny_patch16_vittt", **given)
+    assert [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks] == [0.0, pytest.approx(0.2)]
+    with pytest.raises(MetaTTTError, match="dynamic_img_size=True is not taken: it knows embed_dim"):
+        timm.create_model("vit_tiny_patch16_vittt", dynamic_img_size=True)
 
 
 @pytest.mark.parametrize(("heads", "of"), [(1, 2), (3, 2)])
