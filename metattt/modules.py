@@ -64,6 +64,13 @@ def rounds(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def product_type(x: Tensor) -> torch.dtype:
+    """Type to which operands of products with `x` are rounded: that of autocast, where it is on."""
+    device = x.device.type  # (not `rounds`: torch 2.11 cannot trace that)
+    on = x.dtype == torch.float32 and device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else x.dtype
+
+
 def exact(device: str) -> AbstractContextManager[object]:
     """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is
     entered then.)"""
@@ -144,9 +151,7 @@ class CausalConv(nn.Module):
             return F.conv2d(image, weight.unsqueeze(2), self.bias, groups=padded.shape[2]).squeeze(2).mT
         # Tap by tap: documents do not see each other. Inductor makes one loop of it, for all lengths; it compiles the
         # derivative of a convolution for every length again.
-        device = padded.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # (not `rounds`: torch 2.11 cannot trace that)
-            padded = padded.to(torch.get_autocast_dtype(device))
+        padded = padded.to(product_type(padded))
         document = None if ctx.first is None else F.pad(ctx.first.cumsum(1), (width - 1, 0))
         length = padded.shape[1] - width + 1
         y = padded.new_zeros(()) if self.bias is None else self.bias.to(padded.dtype)

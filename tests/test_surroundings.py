@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch._inductor import config as inductor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import metattt
 from metattt.errors import MetaTTTError
+from metattt.inner.loop import InnerLoop
+from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, KernelEstimator, Learner, Linear, Weight
 from metattt.optimizers import Adam, Append, GradientDescent, InnerOptimizer
@@ -38,6 +43,9 @@ SPECIMENS: dict[str, Specimen] = {
     "batch": Specimen(Linear, shared_qk, lambda: GradientDescent(4, "batch", compute_chunk=2)),
     "scan": Specimen(KernelEstimator, shared_qk, Append),
 }
+WHOLE_CALLS = ("self_attention", "linear_attention_image", "linear_attention_elu_image", "vittt")  # they take no state
+CONFIGURED = Path(metattt.__file__).parent / "configs" / "layer"
+EVERY_LAYER = sorted(path.stem for path in CONFIGURED.glob("*.yaml") if path.stem not in ("base", "custom"))
 every_form = pytest.mark.parametrize("name", list(SPECIMENS))
 
 
@@ -92,6 +100,44 @@ def test_autocast(name: str) -> None:
     assert half.y.dtype == torch.bfloat16
     assert ((half.y.float() - full.y).norm() / full.y.norm()).item() <= 3e-2  # heads of width 4
     assert all(value.dtype == torch.float32 for weights in half.state.weights.values() for value in weights.values())
+
+
+class Widening(TorchDispatchMode):
+    """On the CPU: autocast of a GPU, which computes these operations in fp32 and leaves their results so."""
+
+    WIDE = frozenset(
+        f"aten::{name}" for name in (
+            "linalg_vector_norm", "sum", "exp", "log", "pow", "rsqrt", "reciprocal", "softplus", "cumsum", "prod", "_softmax",
+            "native_layer_norm", "_fused_rms_norm",
+        )
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in self.WIDE:
+            args = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x, args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", EVERY_LAYER)
+def test_autocast_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products stay in 16 bits: kernels take no others, and fp32 would be slow."""
+    types, columns = set(), InnerLoop.columns
+
+    def seen(loop: InnerLoop, given: Tokens, *rest: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):  # as for the layer itself, but not for one that it learns
+            types.update([loop.matmul_dtype, *(x.dtype for x in (given.views.k, given.views.v, given.views.q))])
+        return columns(loop, given, *rest)
+
+    monkeypatch.setattr(InnerLoop, "columns", seen)
+    layer = metattt.build(f"layer={name}", dim=32, num_heads=2, seed=0)
+    x = torch.randn(2, 36, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), Widening():
+        y, state = layer(x)
+        if name not in WHOLE_CALLS:
+            y = layer(x[:, :3], state)[0]
+    y.float().square().mean().backward()
+    assert types <= {torch.bfloat16} and bool(y.isfinite().all())
+    assert x.grad is not None and bool(x.grad.isfinite().all())
 
 
 @every_form

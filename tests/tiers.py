@@ -36,6 +36,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "kernels/test_decode_on_gpu.py::test_token_by_token": ("-mlp]",),
     "kernels/test_on_gpu.py::test_compiled_in_one_graph": (),
     "test_surroundings.py::test_compiled_in_one_graph": ("[dual]",),
+    "test_surroundings.py::test_autocast_of_a_gpu": SOME_LAYERS,
     "kernels/test_triton_operations.py::test_outputs": (
         "[ttt_linear-length=20-heads=2-bias=False-tau=shared]",
         "[ttt_linear-b=8-documents=(7,8,9)]",

@@ -41,11 +41,12 @@ def in_groups(
     """`InnerLoop.mini_batches`, in groups of `layer.group_size` that are run again in the backward pass."""
     size = loop.group_size
     # (A rule with a commit of its own would compute that for every token.)
-    traced = RECORDING.get() >= TRACED and type(loop.rule).commit is InnerOptimizer.commit
+    compiling = torch.compiler.is_compiling()  # torch 2.11 cannot compile what asks a ContextVar
+    traced = not compiling and RECORDING.get() >= TRACED and type(loop.rule).commit is InnerOptimizer.commit
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
     if (traced or torch.compiler._is_exporting_flag) and loop.plan.form != "solved":
         return recomputed(loop, tokens, memory, blocks, read, inlined)
-    if torch.compiler.is_compiling():
+    if compiling:
         return in_a_loop(loop, tokens, memory, blocks, read)
     if not torch.is_grad_enabled() or transformed():
         return plainly(loop, tokens, memory, blocks, read)

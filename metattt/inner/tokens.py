@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.modules import product_type
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import DataGates, Tensors
 from metattt.tasks.base import Views
@@ -265,8 +266,8 @@ def fitted(
     views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
 ) -> tuple[Views, Gates]:
     """Checks views and gates, and expands them to `shape` `(B, H, T)`: a user's part may return one value for all, or
-    anything, and kernels read memory by these shapes. Gates become fp32 or wider, and η includes the weight of each
-    pair.
+    anything, and kernels read memory by these shapes. Views become the type of products (on a GPU, autocast norms them
+    in fp32), gates fp32 or wider, and η includes the weight of each pair.
 
     Raises:
         MetaTTTError: views that do not fit each other, or that the learner has no use for, gates of another kind, or a
@@ -300,6 +301,8 @@ def fitted(
         raise MetaTTTError(f"the task gives views {both}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
     if views.v.shape[: k.ndim - 1] != k.shape[:-1]:
         views = views._replace(v=_expanded("the view v", views.v, tuple(k.shape[:-1]), views.v.shape[k.ndim - 1 :]))
+    narrow = {name: x.to(product_type(x)) for name, x in views._asdict().items() if x is not None and name != "weight"}
+    views = views._replace(**narrow)
     found, accum_dtype = {}, torch.promote_types(k.dtype, torch.float32)
     for name, gate in zip(gates._fields, gates, strict=True):
         if gate is None:

@@ -59,7 +59,7 @@ class Operation(Kernel):
     largest_group: int  #: mini-batches; bounds what is held while a group is computed
     operator: Callable[..., list[Tensor]]  #: by `register_operators`
     decode_operator: Callable[..., Tensor]  #: by `register_operators`
-    operands: torch.dtype | None = None  #: of products, whatever the views have; None: the type of the views
+    uses_after = False  #: the backward pass begins at the weights after the last mini-batch
 
     @abstractmethod
     def forward(self, call: Pass) -> Results:
@@ -91,15 +91,16 @@ class Operation(Kernel):
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        call = self.passed(given)
-        if type(self).device != "cpu" or torch.compiler.is_compiling() or RECORDING.get():
+        call, k = self.passed(given), given.tokens.views.k
+        has_memory = type(self).device == "cpu" or (type(k) is Tensor and not k.is_meta)  # a fake one has none
+        if torch.compiler.is_compiling() or RECORDING.get() or not has_memory:
             y, *after = self.operate(call)
-            y = y.to(given.tokens.gates.eta.dtype)
         elif call.keep:
-            y, *after = _Scan.apply(self, reference, call, *flat(given))
+            y, *after = _Scan.apply(self, reference, call, *flat(call.given))
         else:
-            y, after, _ = self.forward(call)
-        return y, dict(zip(given.weights, after, strict=False))
+            with torch.cuda.device_of(k):
+                y, after, _ = self.forward(call)
+        return y.to(given.tokens.gates.eta.dtype), dict(zip(given.weights, after, strict=False))
 
     def one_token(
         self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
@@ -127,28 +128,30 @@ class Operation(Kernel):
     def operate(self, call: Pass) -> list[Tensor]:
         """The operator: `Results` in a row."""
         given, *rest = call
-        k, v, q = (x.to(type(self).operands or given.matmul_dtype) for x in given.tokens.views[:3])
         norm = given.slow["norm_scale"], given.slow["norm_bias"]
-        tensors = k, v, q, given.tokens.gates.eta, given.tau, *norm, list(given.weights.values())
+        tensors = *given.tokens.views[:3], given.tokens.gates.eta, given.tau, *norm, list(given.weights.values())
         return self.operator(*tensors, given.size, *rest, type(self).device)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Operation, reference: Scan, call: Pass, *tensors: Tensor) -> tuple[Tensor, ...]:
-        y, after, kept = kernel.forward(call)
+        with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
+            y, after, kept = kernel.forward(call)
         ctx.kernel, ctx.reference, ctx.call = kernel, reference, call._replace(given=shell(call.given))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *kept)
+        ctx.count = len(tensors)
+        ctx.save_for_backward(*tensors, *(after if kernel.uses_after else ()), *kept)
         return (y, *after)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, kept = ctx.saved_tensors
+        tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         if torch.is_grad_enabled():  # someone differentiates this backward pass again
             return (None, None, None, *by_reference(ctx, tensors, cotangents))
         call = ctx.call._replace(given=filled(ctx.call.given, tensors))
-        found = ctx.kernel.backward(call, [kept], cotangents[0], cotangents[1:])
+        with torch.cuda.device_of(tensors[0]):
+            found = ctx.kernel.backward(call, kept, cotangents[0], cotangents[1:])
         wanted = zip(found, ctx.needs_input_grad[3:], strict=True)
         return (None, None, None, *(x if need else None for x, need in wanted))
 
@@ -159,8 +162,8 @@ def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tenso
     aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
     y, after = ctx.reference(filled(ctx.call.given, aliases))
     pairs = [
-        (out, given)
-        for out, given in zip((y, *after.values()), cotangents, strict=True)
+        (out, given.to(out.dtype))
+        for out, given in zip((y, *after.values()), cotangents, strict=False)  # M, which a GPU adds, is not read
         if given is not None and out.requires_grad
     ]
     wanted = [x for x, need in zip(aliases, needed, strict=True) if need]

@@ -169,7 +169,7 @@ class KernelEstimator(NonParametric):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1 / bandwidth)
         nearness = (q @ k.mT + offset).masked_fill(~visible, -torch.inf)
         values, index = nearness.topk(min(self.neighbours, k.shape[2]), dim=-1)
-        chosen = torch.zeros_like(nearness).scatter(-1, index, (values > -torch.inf).to(q.dtype))
+        chosen = torch.zeros_like(nearness).scatter(-1, index, (values > -torch.inf).to(nearness.dtype))
         return (chosen / chosen.sum(-1, keepdim=True)) @ v
 
 

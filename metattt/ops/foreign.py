@@ -54,9 +54,9 @@ class Foreign(torch.autograd.Function):
         return None, None, *(next(slopes) if x.requires_grad else None for x in inputs)
 
 
-def agrees(name: str, run: Function, reference: Function, given: Sequence[Tensor]) -> bool:
-    """Whether both outputs and every gradient of `run` are those of the reference; `name` and the device go to the
-    debug log."""
+def disagreement(name: str, run: Function, reference: Function, given: Sequence[Tensor]) -> str | None:
+    """Why flash-linear-attention's operation `name` may not compute: what of its outputs and gradients is off from the
+    reference, or its error, which the log tells, too; None if they are those of the reference."""
     draw, device = torch.Generator().manual_seed(1), given[0].device
 
     def all_of(function: Function) -> list[Tensor]:
@@ -73,8 +73,13 @@ def agrees(name: str, run: Function, reference: Function, given: Sequence[Tensor
     try:
         pairs = zip(all_of(partial(Foreign.apply, run, reference)), all_of(reference), strict=True)
         off = [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
-        log.debug("flash-linear-attention's %s on %s: within %.1e of ours", name, device, max(off))
-        return all(x <= AGREE for x in off)  # (NaN is not)
+        if all(x <= AGREE for x in off):  # (NaN is not)
+            log.debug("flash-linear-attention's %s on %s: within %.1e of ours", name, device, max(off))
+            return None
+        parts = ["output", "last state", *(f"gradient {number}" for number in range(1, len(off)))]
+        told = ", ".join(f"{part} {x:.0%}" for part, x in zip(parts, off, strict=False) if not x <= AGREE)
+        reason = f"off from ours on {device}: {told}"
     except Exception as error:  # whatever another library raises for this device and these widths
-        log.debug("flash-linear-attention's %s does not run on %s: %s", name, device, error)
-        return False
+        reason = f"{type(error).__name__} on {device}: {(str(error).splitlines() or [''])[0]}"
+    log.warning("flash-linear-attention's %s is not used, and a slower form computes: %s", name, reason)
+    return reason

@@ -227,5 +227,7 @@ def state_distance(layer: TTTLayer, found: State, expected: State) -> float:
         now, then = (layer.optimizer.current(s.weights, s.pos % size) for s in (found, expected))
         worst = max(distance(now[name], then[name]) for name in then)
     generator = torch.Generator().manual_seed(2)
-    later = torch.randn(expected.pos.shape[0], size + 2, layer.dim, generator=generator, dtype=layer.out.weight.dtype)
+    weight = layer.out.weight
+    later = torch.randn(expected.pos.shape[0], size + 2, layer.dim, generator=generator, dtype=weight.dtype)
+    later = later.to(weight.device)
     return max(worst, distance(run(layer, later, state=found).y, run(layer, later, state=expected).y))

@@ -55,24 +55,24 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, wrong: float = 0.0) -> list[str]:
         return loop("dplr" if "dplr" in name else "dot" if "gla" in name else "delta", wrong)
 
     monkeypatch.setattr(by_fla, "operation", operation)
-    by_fla._agrees.cache_clear()
+    by_fla._disagreement.cache_clear()
     return asked
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_every_rule_has_an_operation_that_computes_it(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = stand_in(monkeypatch)
-    assert by_fla._agrees(rule, CPU, torch.float32, 6, 5)
+    assert by_fla._disagreement(rule, CPU, torch.float32, 6, 5) is None
     general = rule.erase_key or rule.erase_direction or (rule.decay != "none" and not rule.decayed)
     assert ("dplr" in asked[0]) == (rule.erases and general)  # the most general one only where it is needed
 
 
 def test_one_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, wrong=0.1)
-    assert not by_fla._agrees(RULES[0], CPU, torch.float32, 6, 5)
+    assert "off from ours on cpu: output 10%" in by_fla._disagreement(RULES[0], CPU, torch.float32, 6, 5)
     stand_in(monkeypatch, wrong=float("nan"))
-    assert not by_fla._agrees(RULES[0], CPU, torch.float32, 6, 5)
-    by_fla._agrees.cache_clear()
+    assert "output nan%" in by_fla._disagreement(RULES[0], CPU, torch.float32, 6, 5)
+    by_fla._disagreement.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "kda", "gla", "rwkv7", "gated_delta_product"])
@@ -93,4 +93,4 @@ def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = x.requires_grad_()
     (first,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
     assert torch.autograd.grad(first.float().square().sum(), x)[0].isfinite().all()
-    by_fla._agrees.cache_clear()
+    by_fla._disagreement.cache_clear()

@@ -17,7 +17,7 @@ from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.online_linear.naive import online_linear
 from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
 from metattt.kernels.operator import filled, flat, shell
-from metattt.ops.foreign import Foreign, agrees, operation
+from metattt.ops.foreign import Foreign, disagreement, operation
 from metattt.state import Tensors
 
 SHORTEST = 16  # tokens: below, a launch costs more than it saves
@@ -63,7 +63,7 @@ class FlaOnlineLinear(OnlineLinear):
             return f"fewer than {SHORTEST} tokens"
         rule = self.rule(given)
         key = (rule, tokens.k.device, given.matmul_dtype, tokens.k.shape[-1], tokens.v.shape[-1])
-        return None if _agrees(*key) else f"flash-linear-attention has no {rule.operation} that agrees here"
+        return _disagreement(*key)
 
     def rule(self, given: MiniBatches) -> Rule:
         """What decides which of their operations is taken."""
@@ -125,10 +125,10 @@ def run_rule(rule: Rule, dtype: torch.dtype, pairs: Pairs, w: Tensor) -> tuple[T
 
 
 @cache
-def _agrees(rule: Rule, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
-    """On 80 random tokens of 2 heads."""
+def _disagreement(rule: Rule, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> str | None:
+    """Why its operation may not compute, from 80 random tokens of 2 heads."""
     if operation(rule.operation) is None:
-        return False
+        return f"flash-linear-attention, or its {rule.operation}, is not installed"
     draw = torch.Generator().manual_seed(0)
 
     def random(*own: int) -> Tensor:
@@ -157,4 +157,4 @@ def _agrees(rule: Rule, device: torch.device, dtype: torch.dtype, rows: int, col
         return online_linear(k, v, q, eta, tensors[-1], p=p, b=b, a=a, erases=rule.erases, decayed=rule.decayed)
 
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        return agrees(f"{rule.operation} in {dtype}", run, ours, [*given.values(), w])
+        return disagreement(f"{rule.operation} in {dtype}", run, ours, [*given.values(), w])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.operator import Operation, flat
+from metattt.kernels.operator import Operation, Pass, flat
 from metattt.kernels.triton.agreement import disagreement
 from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS, shared_memory
 from metattt.state import Tensors
@@ -29,6 +29,7 @@ class OnGPU(Operation):
 
     device = "cuda"
     traceable = True
+    operands: torch.dtype | None = None  #: of products, whatever the views have; None: what the call says
 
     @abstractmethod
     def launch(
@@ -75,6 +76,11 @@ class OnGPU(Operation):
         name, k, dtype = self.name.partition(".")[0], tokens.views.k, given.matmul_dtype
         biased, tau, trains = len(given.weights) == len(self.weights), given.tau is not None, torch.is_grad_enabled()
         return disagreement(name, k.device, dtype, width, given.size, k.shape[1], biased, tau, trains)
+
+    def passed(self, given: MiniBatches, final: bool = True, documents: Tensor | None = None) -> Pass:
+        dtype = self.operands or given.matmul_dtype
+        k, v, q = (x.to(dtype) for x in given.tokens.views[:3])
+        return super().passed(given._replace(tokens=given.tokens.with_views(k=k, v=v, q=q)), final, documents)
 
     def part(self, tensors: Sequence[Tensor | None]) -> Part:
         """Tensors that `flat` ends with, or likewise, as a `Part`."""

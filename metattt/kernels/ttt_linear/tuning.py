@@ -39,7 +39,9 @@ SHARED: dict[tuple[int, int, int], int] = {
 }
 LITTLE = 131_072  #: bytes
 
-TABLE: dict[str, Any] = {}  #: `key` → [num_warps, maxnreg] of a kernel
+#: `key` → [num_warps, maxnreg] of a kernel. What is here: with 4 warps, Triton 3.6 compiles a kernel for Hopper whose
+#: results are not finite (results/gpu); others of these sizes were right there.
+TABLE: dict[str, Any] = {"outputs d64 b32 16-bit": [8, None]}
 
 
 def padded(width: int) -> int:

@@ -18,6 +18,7 @@ from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
     name = "ttt_mlp.triton"
     operands = torch.float32
+    uses_after = True
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         width, hidden = given.weights["w1"].shape[-2:]
