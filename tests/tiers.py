@@ -37,6 +37,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "kernels/test_on_gpu.py::test_compiled_in_one_graph": (),
     "test_surroundings.py::test_compiled_in_one_graph": ("[dual]",),
     "test_surroundings.py::test_autocast_of_a_gpu": SOME_LAYERS,
+    "inner/test_many_chunks.py": ("delta_net]",),
     "kernels/test_triton_operations.py::test_outputs": (
         "[ttt_linear-length=20-heads=2-bias=False-tau=shared]",
         "[ttt_linear-b=8-documents=(7,8,9)]",

@@ -23,7 +23,7 @@ from metattt.inner.compiled import in_a_loop
 from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
-from metattt.inner.tokens import Block, Tokens, each, rows
+from metattt.inner.tokens import JOINED, Block, Tokens, each, rows
 from metattt.inner.verify import tensors_in
 from metattt.memory import Memory, named
 from metattt.modules import RECORDING, TRACED, transformed
@@ -56,7 +56,8 @@ def in_groups(
     if size is None:
         # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
-        size = 0 if few else max(1, round(math.sqrt(sum([block.times for block in blocks]))))
+        least = JOINED // loop.plan.block if loop.plan.joins(tokens) else 1
+        size = 0 if few else max(least, round(math.sqrt(sum([block.times for block in blocks]))), 1)
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)
     key = (read, loop.matmul_dtype, tuple(memory), *(x is None for x in tokens.tensors))

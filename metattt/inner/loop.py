@@ -110,7 +110,7 @@ class InnerLoop(Parts):
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
         """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory."""
-        if tokens.gates.decay is not None and self.plan.form == "solved" and self.rule.period is None:
+        if self.plan.joins(tokens):
             blocks = joined(blocks)
         outputs: list[Tensor] = []
         one = len(blocks) == 1 and blocks[0].times == 1
@@ -155,8 +155,8 @@ class InnerLoop(Parts):
         steps = rule.steps if rule.read != "final" else 1
         in_common = self.task.together and plan.form in SHARE and tokens.in_common
         size = plan.chunk or block.length  # tokens whose gradients are taken together
-        if tokens.gates.decay is not None and plan.form == "solved":
-            size = block.length  # it splits them itself
+        if plan.joins(tokens):
+            size = block.length  # the form splits them itself
         elif tokens.views.k.ndim == 5 and not in_common:
             size = max(1, size // tokens.views.k.shape[3])
         for step in range(1, steps + 1):

@@ -22,7 +22,7 @@ from metattt.inner.verify import Function, dot_product, other_function, other_lo
 from metattt.learners.base import Learner
 from metattt.learners.non_parametric import NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.optimizers.checks import WrongReturn, check_move, settle
+from metattt.optimizers.checks import WrongReturn, check_move, linear_rule, settle
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Task, Views
 
@@ -106,6 +106,7 @@ def make_plan(
         replays=optimizer.read != "final"
         and optimizer.mini_batch_size != WHOLE_CALL
         and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
+        by_chunks=by_form == "solved" and _by_chunks(task, learner, optimizer),
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):
@@ -228,6 +229,12 @@ def solvable(
         return "", "the loss is neither ½‖f(k) − v‖² nor −⟨f(k), v⟩"
     why = other_loss(task, squared_error, num_heads, width)
     return ("", why) if why else ("squared", None)
+
+
+def _by_chunks(task: Task, learner: Learner, optimizer: InnerOptimizer) -> bool:
+    """Whether the solved form may take many chunks at once (`forms.chunks`)."""
+    plain = linear_rule(optimizer, "online", ("inclusive", "exclusive")) is None and optimizer.slots == ("weights",)
+    return plain and learner.linear_map is not None and learner.linear_map[1] is None and not task.together
 
 
 LINEAR: dict[tuple[str, str | None], Function] = {}

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.kernels.base import Kernel, linear_rule
+from metattt.kernels.base import Kernel
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
+from metattt.optimizers.checks import linear_rule
 from metattt.tasks.base import Task
 
 OWN = ("forward", "predict", "wrap", "mixes_tokens")  # what makes a learner the function that it is

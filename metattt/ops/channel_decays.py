@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.ops.chunk import matmul
+from metattt.ops.chunk import decays, matmul
 
 
 class Rows(NamedTuple):
@@ -66,6 +66,27 @@ def decayed_scores(
         half *= 2
     scores = [[x.squeeze(-3)[..., :count, :count] for x in blocks] for blocks in found]
     return scores, until.squeeze(-3)[..., :count, :], left.squeeze(-3)[..., :count, :]
+
+
+def evenly_decayed_scores(
+    rows: Sequence[Rows], columns: Sequence[Tensor], decay: Tensor | None, matmul_dtype: torch.dtype
+) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+    """`decayed_scores` where all channels have one decay, `[..., n, 1]`, or none (None)."""
+    count = columns[0].shape[-2]
+    if decay is None:
+        between, until = None, columns[0].new_ones(*columns[0].shape[:-1], 1)
+        left = until
+    else:
+        between, until = decays(decay.squeeze(-1))
+        until, left = until.unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
+    found = []
+    for row in rows:
+        products = matmul(row.value, torch.cat(list(columns), -2).mT, matmul_dtype).split(count, -1)
+        if between is not None:
+            reaches = F.pad(between[..., :-1, :], (0, 0, 1, 0)) if row.before else between
+            products = [x * reaches for x in products]
+        found.append([x.tril(-1) for x in products])
+    return found, until, left
 
 
 def _joined(blocks: Tensor, corner: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -129,3 +129,34 @@ def check_move(rule: Any, init: Iterable[tuple[str, Tensor]], gates: Gates) -> N
                 f"{' and '.join(('commit', *rule.own_slots))}, each with all weights, "
                 f"{ {name: list(shape) for name, shape in shapes.items()} }"
             )
+
+
+RULE = (
+    "coefficients", "current", "commit", "observe", "slots", "permutation", "accumulates", "period", "block",
+)  # fmt: skip
+"""What makes `InnerOptimizer` the linear rule that kernels compute: none of it may be replaced, on the class or on the
+object."""
+
+
+def linear_rule(
+    optimizer: InnerOptimizer, anchor: str = "minibatch", reads: Collection[str] = ("inclusive",)
+) -> str | None:
+    """Why an optimizer is not a linear rule that begins anew with every mini-batch (with the anchor `online`, with
+    every token), or None if it is: common to all kernels."""
+    changed = [
+        name
+        for name in RULE
+        if name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(InnerOptimizer, name)
+    ]
+    for wrong, reason in (
+        (bool(changed), f"{type(optimizer).__name__} has its own {', '.join(changed)}"),
+        (optimizer.anchor != anchor, f"optimizer.anchor={optimizer.anchor}"),
+        (optimizer.read not in reads, f"optimizer.read={optimizer.read}"),
+        (optimizer.steps != 1, f"optimizer.steps={optimizer.steps}"),
+        (optimizer.max_norm is not None, "optimizer.max_norm clips"),
+        (optimizer.has_momentum, "momentum is carried between mini-batches"),
+        (optimizer.decay_to_init, "optimizer.decay_to_init decays towards W0"),
+    ):
+        if wrong:
+            return reason
+    return None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.forms import channels
+from metattt.inner.forms import chunks
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
@@ -21,8 +21,8 @@ def chunk(
     loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
-    if tokens.gates.decay is not None:
-        return channels.chunk(loop, tokens, memory, read)
+    if loop.plan.joins(tokens):
+        return chunks.chunk(loop, tokens, memory, read)
     how = loop.rule.coefficients(tokens.gates, phase, memory, read or "inclusive")
     before = how if read == "exclusive" else _row_before(how, newest(memory))
     gradients = solve(loop, tokens, memory, before)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from metattt.inner.tokens import Tokens
-from metattt.kernels.base import Kernel, linear_rule
+from metattt.kernels.base import Kernel
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
+from metattt.optimizers.checks import linear_rule
 from metattt.tasks.base import Task
 
 
