@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.learners.base import Learner
-from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
 

@@ -35,6 +35,7 @@ class Run(NamedTuple):
         name: its folder, relative to that of the table.
         state: of a run of a sweep; empty for another.
         swept: key -> value, of a run of a sweep.
+        fixed: what all runs of its sweep have.
         rows: of its log.
         message: why it did not finish.
     """
@@ -44,6 +45,7 @@ class Run(NamedTuple):
     swept: dict[str, str]
     rows: list[Row]
     message: str = ""
+    fixed: tuple[str, ...] = ()
 
     def curve(self, column: str) -> list[tuple[int, float]]:
         """The values of a column by step; those of validation only, if it is one of these."""
@@ -73,7 +75,8 @@ def read_run(folder: Path, name: str = "") -> Run:
     pairs = [one.partition("=") for one in cell.swept] if cell else []
     swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
     state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
-    return Run(name, state, swept, read_rows(folder / "metrics.csv")[0], cell.message if cell else "")
+    told = (cell.message, tuple(cell.fixed)) if cell else ()
+    return Run(name, state, swept, read_rows(folder / "metrics.csv")[0], *told)
 
 
 def runs(cfg: DictConfig) -> None:
@@ -176,13 +179,14 @@ def _number(value: float, digits: int) -> str:
 
 def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict[str, str]]:
     """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys, in the order of the runs;
-    and of the difference to the first of them with the same seed, which leaves out what a seed does to all."""
+    and of the difference to the first of them with the same seed, which leaves out what a seed does to all. Nothing
+    where the runs differ in what their sweeps have fixed."""
     others = [key for key in keys if key != "seed"]
-    if "seed" not in keys or not others:
+    if "seed" not in keys or not others or len({run.fixed for run in found}) > 1:
         return []
     groups: dict[tuple[str, ...], dict[str, float]] = {}
     for run in found:
-        if run.state in DONE and not math.isnan(value := run.final(by)):
+        if run.state in DONE and "seed" in run.swept and not math.isnan(value := run.final(by)):
             groups.setdefault(tuple(run.swept.get(key, "") for key in others), {})[run.swept["seed"]] = value
     rows = []
     first = next(iter(groups.values()), {})

@@ -41,8 +41,9 @@ def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
     for key, value in wanted.items():
         part = key.partition(".")[0]
         explicit = _inside(key, keys) or (part in chosen and (key == f"{part}._target_" or _inside(key, PLACEMENT)))
-        # data=images once more says what kind of data it is, not that every setting is at its default
-        repeated = part == "data" and part in chosen and wanted.get("data._target_") == before.get("data._target_")
+        # data=images or logger=wandb once more says which it is, not that every setting is at its default
+        kind = f"{'data' if part == 'data' else '.'.join(key.split('.')[:2])}._target_"
+        repeated = part in ("data", "logger", "callbacks") and part in chosen and wanted.get(kind) == before.get(kind)
         silent = not explicit and (repeated or (key in default and default[key] == value))
         if key in OF_THE_COMMAND or silent or (key in before and before[key] == value):
             continue

@@ -226,8 +226,9 @@ def remove_run(folder: Path) -> None:
     """
     rolling.remove_newer(folder, -1)
     remove_leftovers(folder)
-    for name in (LOG, CONFIGURATION):
-        (folder / name).unlink(missing_ok=True)
+    events = (folder / "tensorboard").glob("events.out.tfevents.*")  # TensorBoard would join them with the next run's
+    for path in (folder / LOG, folder / CONFIGURATION, *events):
+        path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

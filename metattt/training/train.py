@@ -82,12 +82,14 @@ def _run(begin: Start, console: Console) -> int:
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
-    trainer = _trainer(cfg)
+    trainer = _trainer(cfg, done)
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
+    if cfg.trainer.get("precision") == "64-true":  # Lightning restores weights before it makes them so
+        module.double()
     notes = []
     if checkpoint is not None:
         notes.append(check_same_data(begin.content[RECORD], data, begin.moved))
@@ -151,12 +153,13 @@ def _absolute(path: Any) -> Any:
     return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 
-def _trainer(cfg: DictConfig) -> Trainer:
-    """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
+def _trainer(cfg: DictConfig, done: int) -> Trainer:
+    """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group. What TensorBoard
+    has of steps after the `done` ones, which a killed run took, is hidden."""
     callbacks = [_entry(cfg, "callbacks", name, Callback) for name in cfg.get("callbacks") or {}]
     if cfg.compile == "auto":
         callbacks.append(CompileWherePays())
-    loggers = [_entry(cfg, "logger", name, Logger) for name in cfg.get("logger") or {}]
+    loggers = [_entry(cfg, "logger", name, Logger, done) for name in cfg.get("logger") or {}]
     settings = processes(cfg.trainer)
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
         settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
@@ -171,13 +174,14 @@ def _trainer(cfg: DictConfig) -> Trainer:
     return trainer
 
 
-def _entry(cfg: DictConfig, group: str, name: str, kind: type) -> Any:
+def _entry(cfg: DictConfig, group: str, name: str, kind: type, done: int = 0) -> Any:
     """A callback or logger; an entry that is none raises an error."""
     node = cfg[group][name]
     known = str(node.get("_target_") if isinstance(node, DictConfig) else None).rpartition(".")[2]
     if known in OUTSIDE:
         need(OUTSIDE[known], extra="loggers", what=f"{group}={name}")
-    made = instantiate_part(cfg[group], name) if isinstance(node, DictConfig) else None
+    more = {"purge_step": done + 1} if done and known == "TensorBoardLogger" else {}
+    made = instantiate_part(cfg[group], name, **more) if isinstance(node, DictConfig) else None
     if not isinstance(made, kind):
         raise MetaTTTError(f"{group}.{name}={node} is not allowed: ~{group}.{name} leaves it out")
     return made

@@ -241,3 +241,6 @@ def test_differences_are_paired_by_seed() -> None:
     found = [Run(f"{x}{s}", "finished", {"layer": x, "seed": s}, [{"step": "1", "validation/loss": str(v)}]) for x, s, v in cells]
     rows = _over_seeds(found, ["layer", "seed"], "validation/loss")
     assert [row["difference to the first, by seed"] for row in rows] == ["", "+0.2000 ± 0.1414", ""]
+    assert _over_seeds([*found, Run("d", "finished", {"layer": "a"}, found[0].rows)], ["layer", "seed"], "validation/loss") == rows
+    longer = found[0]._replace(fixed=("trainer.max_steps=10",))  # of another sweep in the same folder
+    assert _over_seeds([*found, longer], ["layer", "seed"], "validation/loss") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.measures.flops import flops_per_window
 from metattt.training import step_statistics
+from metattt.training.resume import resumed
 from metattt.training.train import train
 
 SETTINGS = (
@@ -39,18 +41,45 @@ def stop_and_go_on(*overrides: str) -> None:
 
 
 def test_tensorboard(here: Path) -> None:
+    """Every step once: also where steps are taken again after a kill, and after another run in the same folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    stop_and_go_on("logger=tensorboard")
-    events = EventAccumulator("run/tensorboard")
-    events.Reload()
-    for name in ("train/loss", "validation/loss", "gradient_norm"):
-        found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx(logged(name), rel=1e-6) and max(found) == 8
+    def check() -> None:
+        events = EventAccumulator("run/tensorboard")
+        events.Reload()
+        for name in ("train/loss", "validation/loss", "gradient_norm"):
+            found = [(event.step, event.value) for event in events.Scalars(name)]
+            assert dict(found) == pytest.approx(logged(name), rel=1e-6) and len(found) == len(logged(name))
+
+    stop_and_go_on("logger=tensorboard", "callbacks.checkpoint.every_steps=4")
+    check()
+    shutil.rmtree("run/checkpoints/step-00000008")
+    assert main(["train", "resume=run"]) == 0 and max(logged("train/loss")) == 8
+    check()
+    assert main(["train", *SETTINGS, "logger=tensorboard", "trainer.max_steps=2", "seed=1", "overwrite=true"]) == 0
+    check()
+
+
+def test_float64_is_resumed_exactly(here: Path) -> None:
+    train_on = [*SETTINGS, "trainer.precision=64-true", "trainer.max_steps=8", "callbacks.checkpoint.every_steps=4"]
+    assert main(["train", *train_on]) == 0
+    expected = logged("train/loss")
+    shutil.rmtree("run/checkpoints/step-00000008")
+    assert main(["train", "resume=run"]) == 0 and logged("train/loss") == expected
+
+
+def test_a_logger_named_again_keeps_its_settings(here: Path) -> None:
+    """`logger=wandb logger.wandb.id=mine` changes the id of the run that is resumed, and nothing else."""
+    own = "logger.wandb.offline=true", "logger.wandb.project=p", "output_dir=run"
+    saved = compose(*SETTINGS, "logger=wandb", *own)
+    cfg, _ = resumed(compose("resume=run", "logger=wandb", "logger.wandb.id=mine"), saved)
+    assert (cfg.logger.wandb.offline, cfg.logger.wandb.project, cfg.logger.wandb.id) == (True, "p", "mine")
 
 
 @pytest.mark.slow
-def test_wandb_offline_and_mlflow(here: Path) -> None:
+def test_wandb_offline_and_mlflow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert compose("logger=mlflow").logger.mlflow.tracking_uri == "sqlite:///mlflow.db"  # MLflow refuses folders
     stop_and_go_on("logger=wandb", "logger.wandb.offline=true", "logger.wandb.id=mine")
     assert len(list(Path("run/wandb").glob("offline-run-*-mine/*.wandb"))) == 2  # two lives of one run
     from mlflow.tracking import MlflowClient
