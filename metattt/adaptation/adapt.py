@@ -80,9 +80,10 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     chosen = settings(AdaptSettings, cfg, checkpoint=NO_CHECKPOINT)
     if OmegaConf.is_missing(cfg.data, "path"):
         raise MetaTTTError("no texts are given: add data.path=<file, folder or list of these>")
-    for key, value in {"batch_size": chosen.batch_size, "data.documents": chosen.data.documents}.items():
+    least = {"batch_size": (chosen.batch_size, 1), "data.documents": (chosen.data.documents, 1)}
+    for key, (value, at_least) in (least | {"data.max_tokens": (chosen.data.max_tokens, 2)}).items():
         if value is not None:
-            check_integer(key, value)
+            check_integer(key, value, at_least)
     model, tokenizer, folder = load_causal(chosen)
     texts = read_documents(chosen.data.path, chosen.data.text_key)[: chosen.data.documents]
     documents = [torch.from_numpy(document_tokens(tokenizer, one.text))[: chosen.data.max_tokens] for one in texts]

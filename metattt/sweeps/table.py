@@ -186,16 +186,17 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict
         return []
     groups: dict[tuple[str, ...], dict[str, float]] = {}
     for run in found:
-        if run.state in DONE and "seed" in run.swept and not math.isnan(value := run.final(by)):
-            groups.setdefault(tuple(run.swept.get(key, "") for key in others), {})[run.swept["seed"]] = value
+        if run.state in DONE and "seed" in run.swept and run.curve(by):
+            group = groups.setdefault(tuple(run.swept.get(key, "") for key in others), {})
+            group[run.swept["seed"]] = run.final(by)  # NaN, too: the mean of a variant that diverged is NaN
     rows = []
     first = next(iter(groups.values()), {})
     for names, by_seed in groups.items():
         values = list(by_seed.values())
         paired = [] if by_seed is first else [value - first[seed] for seed, value in by_seed.items() if seed in first]
         difference = f"{statistics.fmean(paired):+.4f}" if paired else ""
-        difference += f" ± {statistics.stdev(paired):.4f}" if len(paired) > 1 else ""
-        deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        difference += f" ± {statistics.stdev(paired):.4f}" if len(paired) > 1 and math.isfinite(sum(paired)) else ""
+        deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 and math.isfinite(sum(values)) else ""
         figures = {f"mean {by}": f"{statistics.fmean(values):.4f}", "deviation": deviation, "seeds": str(len(values))}
         figures["difference to the first, by seed"] = difference
         rows.append({**dict(zip(others, names, strict=True)), **figures})

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.record import RECORD
@@ -94,6 +95,15 @@ class OuterLoop(LightningModule):
         optimizer = self.recipe.optimizer(self.model)
         schedule = self.recipe.schedule(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """The rate of the first step: with another number of steps than before, a checkpoint's is of another
+        schedule."""
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, LambdaLR):
+            rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            for group, base, factor in rates:
+                group["lr"] = base * factor(scheduler.last_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[RECORD] = self.record

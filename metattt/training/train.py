@@ -31,6 +31,7 @@ from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
 from metattt.training.compiling import CompileWherePays
 from metattt.training.csv_log import logs_of
+from metattt.training.divergence import advice
 from metattt.training.job import ForLightning, Job
 from metattt.training.launchers import is_first, processes, started_by_the_run
 from metattt.training.resume import check_same_data
@@ -116,6 +117,9 @@ def _run(begin: Start, console: Console) -> int:
         job.report(console, trainer, seconds)
         _files(console, trainer, folder)
         job.sample(console, module)
+        last = trainer.callback_metrics.get("validation/loss")
+        if last is not None and not last.isfinite():  # all is saved; no sweep takes it for a result
+            raise MetaTTTError(f"the last validation loss is {last.item()}: {advice(module)}")
     except Interrupted as stop:
         own = own_modules(to_names(OmegaConf.to_container(cfg)))
         words = [f"resume={folder}", *([as_override(own)] if own else [])]

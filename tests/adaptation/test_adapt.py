@@ -74,7 +74,7 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
     [
         ("optimizer=momentum", "with every token"),
         ("fast=heads", "fast=heads names no parameter"),
-        ("batch_size=0", "batch_size=0"),
+        ("batch_size=0", "batch_size=0"), ("data.max_tokens=1", "data.max_tokens=1"),
         ("fast_weights=lora", "fast"),
         ("data.path=???", "no texts are given: add data.path="),
     ],

@@ -242,5 +242,7 @@ def test_differences_are_paired_by_seed() -> None:
     rows = _over_seeds(found, ["layer", "seed"], "validation/loss")
     assert [row["difference to the first, by seed"] for row in rows] == ["", "+0.2000 ± 0.1414", ""]
     assert _over_seeds([*found, Run("d", "finished", {"layer": "a"}, found[0].rows)], ["layer", "seed"], "validation/loss") == rows
+    ended = found[2]._replace(rows=[{"step": "1", "validation/loss": "inf"}])  # a variant that diverged is not better for it
+    assert _over_seeds([found[0], ended], ["layer", "seed"], "validation/loss")[0]["mean validation/loss"] == "inf"
     longer = found[0]._replace(fixed=("trainer.max_steps=10",))  # of another sweep in the same folder
     assert _over_seeds([*found, longer], ["layer", "seed"], "validation/loss") == []

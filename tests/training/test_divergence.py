@@ -166,14 +166,15 @@ def test_a_skipped_step_leaves_weights_and_moments(
 
 
 def test_a_validation_that_is_not_finite_is_said(
-    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A training loss may be finite where validation texts are not: the run goes on, and says what helps."""
+    """A training loss may be finite where validation texts are not: the run goes on, says what helps, and fails at last."""
     add = LanguageModeling.add_to_validation
     spoilt = lambda self, **figures: add(self, **{name: (NAN * total, count) for name, (total, count) in figures.items()})  # noqa: E731
     monkeypatch.setattr(LanguageModeling, "add_to_validation", spoilt)
-    assert main(["train", *settings]) == 0
-    assert "step 6: the validation loss is nan; lower training.lr" in capsys.readouterr().err
+    assert main(["train", *settings]) == 2 and read_checkpoint(tmp_path / "run")["global_step"] == 6
+    said = capsys.readouterr().err
+    assert "step 6: the validation loss is nan; lower training.lr" in said and "the last validation loss is nan: lower" in said
 
 
 def test_a_run_that_does_not_recover_stops(settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

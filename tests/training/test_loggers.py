@@ -68,6 +68,14 @@ def test_float64_is_resumed_exactly(here: Path) -> None:
     assert main(["train", "resume=run"]) == 0 and logged("train/loss") == expected
 
 
+def test_more_steps_have_their_own_schedule(here: Path) -> None:
+    """From the first step after resuming on."""
+    stop_and_go_on()
+    resumed_at = logged("lr")[5]
+    assert main(["train", *SETTINGS, "trainer.max_steps=8", "overwrite=true"]) == 0
+    assert logged("lr")[5] == resumed_at
+
+
 def test_a_logger_named_again_keeps_its_settings(here: Path) -> None:
     """`logger=wandb logger.wandb.id=mine` changes the id of the run that is resumed, and nothing else."""
     own = "logger.wandb.offline=true", "logger.wandb.project=p", "output_dir=run"
