@@ -1,9 +1,9 @@
 """Operations on whole mini-batches: of autograd, and of `torch.library`, one operator for all devices.
 
 An operation has a kernel for each device: in C++ on the CPU, by Triton on a GPU. What they keep for the backward pass
-differs; arguments, shapes and the derivative are the same, and are here. On the CPU a call of a layer runs the kernel
-directly, as one `torch.autograd.Function`: an operator costs more than decoding may. `torch.compile`, and every call on
-a GPU, sees the operator, one node for all mini-batches.
+differs; arguments, shapes and the derivative are the same, and are here. A call of a layer runs the kernel directly, as
+one `torch.autograd.Function`: an operator costs the host more than decoding, or a small model on a GPU, may.
+`torch.compile` sees the operator, one node for all mini-batches, and so do tensors without memory.
 """
 
 from __future__ import annotations

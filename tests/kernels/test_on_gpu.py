@@ -18,7 +18,7 @@ from metattt.learners.mlp import MLP
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Momentum
 from metattt.tasks.reconstruction import Reconstruction
-from metattt.testing.specimen import Specimen, compare, cotangent, run, state_distance
+from metattt.testing.specimen import Specimen, compare, cotangent, distance, run, state_distance
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
@@ -52,6 +52,19 @@ def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any)
     reset = torch.zeros(2, 27, dtype=torch.bool, device=DEVICE)
     reset[0, 11] = reset[1, 20] = True
     assert compare(run(layer, x, reset=reset, grads=True), run(dual, x, reset=reset, grads=True)) < 1e-3
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_second_derivatives(name: str) -> None:
+    """By the dual form, where the first ones are asked for as a graph."""
+    kernel, learner = KERNELS[name]
+    spec = Specimen(learner, lambda: Reconstruction(), lambda: GradientDescent(8, token_steps="shared"), 32, 1)
+    found: list[torch.Tensor] = []
+    for layer in (through(spec.make(dtype=torch.float32), interpreted(kernel)), spec.make(dtype=torch.float32, form="dual")):
+        x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+        (first,) = torch.autograd.grad(layer.to(DEVICE)(x)[0].square().sum(), x, create_graph=True)
+        found += torch.autograd.grad(first.square().sum(), x)
+    assert distance(*found) < 1e-3
 
 
 @pytest.mark.parametrize("name", KERNELS)
