@@ -58,7 +58,7 @@ def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any)
 def test_second_derivatives(name: str) -> None:
     """By the dual form, where the first ones are asked for as a graph."""
     kernel, learner = KERNELS[name]
-    spec = Specimen(learner, lambda: Reconstruction(), lambda: GradientDescent(8, token_steps="shared"), 32, 1)
+    spec = Specimen(learner, lambda: Reconstruction(), lambda: GradientDescent(8, token_steps="shared"), 32, 1, longest_mini_batch=8)
     found: list[torch.Tensor] = []
     for layer in (through(spec.make(dtype=torch.float32), interpreted(kernel)), spec.make(dtype=torch.float32, form="dual")):
         x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
