@@ -110,7 +110,7 @@ class InnerLoop(Parts):
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
         """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory."""
-        if self.plan.joins(tokens):
+        if self.plan.period is None and self.plan.joins(tokens):
             blocks = joined(blocks)
         outputs: list[Tensor] = []
         one = len(blocks) == 1 and blocks[0].times == 1

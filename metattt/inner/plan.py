@@ -103,7 +103,7 @@ class Plan:
         """Whether the form takes many chunks at once."""
         gates, alone = tokens.gates, tokens.views.k.device.type in ONE_BY_ONE
         plain = self.by_chunks and gates.beta is None and gates.weight_lr is None and not alone
-        return self.form == "solved" and self.period is None and (plain or gates.decay is not None)
+        return self.form == "solved" and (plain or gates.decay is not None)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Plan, ("",)  # not written to disk: a layer that was makes its plan again
