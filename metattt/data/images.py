@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -34,6 +37,8 @@ class Images(Data):
         in_chans: channels.
         evaluation: how a picture becomes an image of the validation split, as timm says it: `crop_pct` and
             `interpolation`. It is saved with a run; None: not known, and `metattt predict` refuses the run.
+        known_classes: names of classes by the numbers that labels shall have, those of a trained model; set before
+            `setup`. None: the source numbers its training images itself.
     """
 
     trained_by = "metattt.training.image_module:ImageJob"
@@ -41,6 +46,7 @@ class Images(Data):
     img_size: int = setting(init=False)
     in_chans: int = setting(init=False)
     evaluation: Mapping[str, Any] | None = None
+    known_classes: Sequence[str] | None = None
 
     @property
     def num_classes(self) -> int | None:
@@ -53,7 +59,9 @@ class Images(Data):
         return None
 
     def fingerprint(self) -> str | None:
-        return self.describe().rpartition(": ")[2] + f", {self.num_classes} classes"  # their number, and the classes
+        names = self.class_names
+        named = "" if names is None else f" {hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]}"
+        return self.describe().rpartition(": ")[2] + f", {self.num_classes} classes{named}"  # numbers, and the names
 
     def test_dataloader(self) -> DataLoader[Batch]:
         """Images that neither training nor validation reads, in order; a source that keeps none raises an error."""
@@ -62,6 +70,46 @@ class Images(Data):
 
 class CorruptImage(ReadError):
     """An image file that cannot be read."""
+
+
+def image_suffixes() -> list[str]:
+    """Has timm read every kind of image file that PIL reads, and returns their suffixes: `.bmp`, `.gif`, ..."""
+    timm: Any = need("timm.data", extra="images", what="reading images")
+    pillow: Any = need("PIL.Image", extra="images", what="reading images")
+    kinds = pillow.registered_extensions().items()
+    images = {kind for kind in pillow.OPEN if pillow.MIME.get(kind, "").startswith("image/")}  # not HDF5, PostScript
+    timm.add_img_extensions(sorted(suffix for suffix, kind in kinds if kind in images))
+    return sorted(timm.get_img_extensions())
+
+
+def in_colours(image: Image.Image, mode: str) -> Image.Image:
+    """A picture in other colours. Grey values of 16 bits are scaled to 8: PIL would clip them at 255.
+
+    Args:
+        image: the picture `[h, w]`.
+        mode: PIL's name of the colours: `RGB`, `L`.
+
+    Raises:
+        MetaTTTError: grey values of 32 bits or floating point, of which nothing says which is white.
+    """
+    of_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if of_16_bits:
+        pillow: Any = need("PIL.Image", extra="images", what="reading images")
+        image = pillow.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        kind = "32-bit" if image.mode == "I" else "floating-point"
+        raise MetaTTTError(f"{kind} grey has no known white: save it with 8 or 16 bits")
+    return image.convert(mode)
+
+
+def names_of_classes(data: Any) -> list[str] | None:
+    """The names that a data set of timm or torchvision, or its reader, gives to the labels 0, 1, ...; None: none."""
+    for source in (data, getattr(data, "reader", None), getattr(data, "dataset", None)):
+        # a folder's name, or a tar's
+        classes = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)
+        if classes:
+            return [str(name) for name in sorted(classes, key=classes.__getitem__)]
+    return None
 
 
 class CheckedImages(Dataset[tuple[Any, int]]):
@@ -73,10 +121,11 @@ class CheckedImages(Dataset[tuple[Any, int]]):
         dataset: timm's dataset with a reader, or torchvision's, of pairs (image, label).
         mode: PIL's name of the colours: `RGB`, `L`.
         corrupt: `error`, or `skip` to take the next image instead, with a warning.
+        labels: label of the data set -> number of the class, where they differ.
     """
 
-    def __init__(self, dataset: Any, mode: str, corrupt: str):
-        self.dataset, self.mode, self.corrupt = dataset, mode, corrupt
+    def __init__(self, dataset: Any, mode: str, corrupt: str, labels: Mapping[int, int]):
+        self.dataset, self.mode, self.corrupt, self.labels = dataset, mode, corrupt, labels
         self.reader = getattr(dataset, "reader", None)
         self.transform: Callable[[Image.Image], Any] | None = None  # set by timm's loader
 
@@ -96,7 +145,7 @@ class CheckedImages(Dataset[tuple[Any, int]]):
                 else:
                     file, label, *_ = self.reader[place]
                     image = need("PIL.Image", extra="images", what="reading images").open(file)
-                return image.convert(self.mode), int(label)
+                return in_colours(image, self.mode), self.labels.get(int(label), int(label))
             except Exception as error:  # each format's decoder has errors of its own
                 message = f"the image {self._name(place)} cannot be read ({first_line(error)})"
                 if self.corrupt == "error":
@@ -106,7 +155,9 @@ class CheckedImages(Dataset[tuple[Any, int]]):
 
     def _name(self, index: int) -> str:
         try:
-            return str(self.reader.filename(index, absolute=True))  # type: ignore[union-attr]
+            if self.reader is None:
+                return str(self.dataset.samples[index][0])
+            return str(self.reader.filename(index, absolute=True))
         except Exception:  # a reader without file names, or one that has to decode the image to know
             return f"number {index}"
 
@@ -116,11 +167,12 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
     """Images in any form that timm reads, with the augmentation of the MTTT paper (arXiv 2310.13807, Sec. 5).
 
     Args:
-        path: folder (with `train` and `validation` or `val` inside, classes as folders), or a tar file; the root or
-            cache of others.
+        path: folder with `train` and `validation` or `val` inside, and in these a folder for each class; the root or
+            cache of other kinds. With `validation_path` also the folder of the classes itself, or a tar file.
         dataset: timm's name of another kind: `wds/<name>`, `hfds/<user>/<name>`, `hfids/<user>/<name>` (streamed),
             `tfds/<name>`, `torch/<name>`. Empty: a folder or tar.
-        validation_path: folder or tar file of the validation images, if it is not inside `path`.
+        validation_path: folder or tar file of the validation images, if they are not inside `path`. Their classes are
+            numbered as those of the training images, by their names; some may be missing.
         train_split, validation_split: names of the splits; for WebDataset also files and their number of images,
             `train-{0000..1023}.tar|1281167`.
         img_size: height and width after cropping (pixels).
@@ -130,12 +182,14 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         min_area: smallest share of the area that a random crop takes.
         flip: flip half of the training images.
         augment: timm's name of an augmentation, `rand-m10-n2-p1` for RandAugment(2, 10); None for none.
-        corrupt: a file that cannot be read is an `error`, or `skip` takes the next image with a warning. (Streams are
-            up to timm.)
+        corrupt: a file that cannot be read is an `error`, or `skip` takes the next image with a warning. Grey of 32
+            bits or floating point is such a file; 16 bits are scaled to 8. (Streams are up to timm.)
         seed: of the order of the images.
 
     Raises:
-        MetaTTTError: a value that is not allowed; from `setup`: no images, or fewer than a batch.
+        MetaTTTError: a value that is not allowed; from `setup`: no images, or fewer than a batch; no folder of a
+            split; a validation class that is not among those of training; folders of classes that are not side by
+            side (`dataset=torch/image_folder` takes the topmost).
     """
 
     evaluation = {"crop_pct": 0.875, "interpolation": "bilinear"}  # noqa: RUF012 (nobody changes it)
@@ -170,16 +224,17 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         self._streams_for = (1, self.batch_size)  # processes and batch size that the streams were made for
 
     def setup(self, stage: str | None = None) -> None:
-        """Finds the images, once. Streams are made again when there are several processes: timm then gives each a
-        part."""
+        """Finds the images, once: of `stage="validate"` only those of validation, if `known_classes` says how to number
+        them. Streams are made again when there are several processes: timm then gives each a part."""
         now = (self.place.world_size, self.batch_size)
         if now != self._streams_for and any(isinstance(found, IterableDataset) for found in self._datasets.values()):
             self._datasets.clear()
         self._streams_for = now
-        for name in self.splits:
+        alone = stage == "validate" and self.known_classes is not None
+        for name in ("validation",) if alone else self.splits:
             if name not in self._datasets:
                 self._datasets[name] = self._dataset(name)
-        if len(self._datasets["train"]) < self.batch_size:
+        if not alone and len(self._datasets["train"]) < self.batch_size:
             raise MetaTTTError(
                 f"data.path={self.path} has {len(self._datasets['train'])} training images, fewer than "
                 f"data.batch_size={self.batch_size}"
@@ -192,20 +247,67 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             )
         train, mode = name == "train", "RGB" if self.in_chans == 3 else "L"
         root = self.path if train or self.validation_path is None else self.validation_path
-        if not self.dataset:
+        folders = self.dataset.lower() in ("", "torch/image_folder", "torch/folder")
+        if folders:
             key = f"data.{'path' if root == self.path else 'validation_path'}"
-            if not os.path.exists(path_of(root, key)):
+            root = str(path_of(root, key))
+            if not os.path.exists(root):
                 raise MetaTTTError(f"{key}={root} does not exist")
+        suffixes, options = image_suffixes(), {}
+        if folders and self.dataset:  # torchvision's own would clip 16 bits
+            options["loader"] = need("PIL.Image", extra="images", what="data=images").open
+            options["is_valid_file"] = lambda file: os.path.splitext(file)[1].lower() in suffixes
         try:
             found = self.timm.create_dataset(
                 self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size,
-                seed=self.seed, input_img_mode=mode,
+                seed=self.seed, input_img_mode=mode, **options,
             )  # fmt: skip
         except Exception as error:  # whatever the readers of the many formats raise
             raise MetaTTTError(
                 f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {first_line(error)}"
             ) from error
-        return found if isinstance(found, IterableDataset) else CheckedImages(found, mode, self.corrupt)
+        self._check_folders(name, root, found)
+        labels = self._labels(name, root, found)
+        streamed = isinstance(found, IterableDataset)
+        if streamed and labels:
+            found.target_transform = labels.__getitem__
+        return found if streamed else CheckedImages(found, mode, self.corrupt, labels)
+
+    def _check_folders(self, name: str, root: Any, found: Any) -> None:
+        """Refuses a folder or tar file without the split, of which timm takes the whole, and classes that are not side
+        by side, which timm would name after the innermost folders."""
+        listing = getattr(found, "reader", found)
+        if not hasattr(listing, "samples"):
+            return
+        if listing.root == root and self.validation_path in (None, self.path):
+            inside = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
+            raise MetaTTTError(
+                f"data.path={root} has no folder {self.splits[name]} (it has {', '.join(inside[:5]) or 'none'}): set "
+                f"data.{name}_split=<a folder in it>, or data.validation_path=<folder or tar of the validation images>"
+            )
+        files = [] if listing is found else listing.filenames(absolute=True)
+        parents = {os.path.dirname(os.path.normpath(folder)) for folder in set(map(os.path.dirname, files))}
+        if len(parents) > 1:
+            first, second, *_ = sorted(parents)
+            raise MetaTTTError(
+                f"the {name} images are in folders of {first or '.'} and of {second}: put the folders of the classes "
+                "side by side, or set data.dataset=torch/image_folder, which takes the topmost ones as classes"
+            )
+
+    def _labels(self, name: str, root: Any, found: Any) -> dict[int, int]:
+        """Label of a data set -> number of the class of that name; empty where they are the same."""
+        own, known = names_of_classes(found), self.known_classes if name == "train" else self.class_names
+        if own is None or known is None or own == list(known):
+            return {}
+        numbers = {one: number for number, one in enumerate(known)}
+        if unknown := [one for one in own if one not in numbers]:
+            no_folder = "" if unknown[0] else " (no folder of a class)"
+            listed = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
+            raise MetaTTTError(
+                f"the {name} images of {root} have the class {unknown[0]!r}{no_folder}, which is not among those "
+                f"trained on ({listed}): remove or rename it, or set data.validation_path=<images of these classes>"
+            )
+        return {label: numbers[one] for label, one in enumerate(own)}
 
     @property
     def num_classes(self) -> int | None:
@@ -214,13 +316,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
 
     @property
     def class_names(self) -> list[str] | None:
-        found = self._datasets["train"]
-        for source in (getattr(found, "reader", None), getattr(found, "dataset", None)):
-            # a folder's name, or a tar's
-            classes = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)
-            if classes:
-                return [str(name) for name in sorted(classes, key=classes.__getitem__)]
-        return None
+        return names_of_classes(self._datasets["train"]) if self.known_classes is None else list(self.known_classes)
 
     def describe(self) -> str:
         sizes = [len(self._datasets[name]) for name in ("train", "validation")]

@@ -3,6 +3,7 @@ and refused."""
 
 import io
 import itertools
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from typing import Any
 import hydra
 import numpy as np
 import pytest
+import timm.data
 import torch
 from PIL import Image
 from runs_for_tests import log
@@ -97,6 +99,51 @@ def test_every_kind_of_source_is_read(kind: str, folder: Path, tmp_path: Path) -
     assert labels.tolist() == [shade // COUNT for shade in shades(images)]
     assert sum(len(labels) for _, labels in data.val_dataloader()) == 2 * COUNT
     assert data.num_classes == 2 and "10 images to train, 10 to validate" in data.describe()
+    other = small(folder, dataset=data.dataset, path=data.path, validation_path=data.validation_path, in_chans=channels)
+    other.known_classes = ["dog", "mouse", "cat"]  # of a trained model
+    other.setup("validate")
+    labels = torch.cat([labels for _, labels in other.val_dataloader()])
+    assert labels[labels != NO_LABEL].tolist() == [2] * COUNT + [0] * COUNT and other.class_names == other.known_classes
+
+
+class Stream(list[tuple[int, int]]):
+    class_to_idx = {"cat": 0, "dog": 1}  # noqa: RUF012
+
+
+def test_validation_images_have_the_class_numbers_of_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(folder / "validation" / "cat")
+    data = ready(small(folder))
+    assert {label for _, labels in data.val_dataloader() for label in labels.tolist()} == {1}
+    for split in ("validation", "train"):  # a class renamed in one split, then in both
+        (folder / split / "dog").rename(folder / split / "fox")
+        if split == "validation":
+            with pytest.raises(MetaTTTError, match=r"class 'fox', which is not among those trained on \(cat, dog\)"):
+                ready(small(folder))
+    assert data.fingerprint() != ready(small(folder)).fingerprint()  # which resume compares
+    stream = timm.data.IterableImageDataset("", reader=Stream([(0, 0), (0, 1)]))
+    monkeypatch.setattr("timm.data.create_dataset", lambda *_, **__: stream)
+    data = small(folder)
+    data.known_classes = ["dog", "mouse", "cat"]
+    data.setup("validate")
+    assert [label for _, label in stream] == [2, 0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_every_kind_of_image_file_is_read(dataset: str, folder: Path) -> None:
+    """Grey of 16 bits is scaled; of that with more, nothing says which value is white."""
+    place = folder / "validation" / "cat"
+    shutil.rmtree(place.parent / "dog")
+    for number, suffix in enumerate(("webp", "BMP", "tif", "gif", "jp2")):
+        (place / f"{number}.png").unlink()
+        Image.fromarray(np.full((20, 30, 3), 10 * number, np.uint8)).save(place / f"{number}.{suffix}")
+    for number, (kind, suffix) in enumerate((("<u2", "png"), (">u2", "tif"), ("<u2", "ppm")), 5):
+        Image.fromarray(np.full((20, 30), 10 * number * 257, kind)).save(place / f"{number}.{suffix}")
+    data = ready(small(folder, dataset=dataset, in_chans=1, batch_size=8))
+    assert shades(next(iter(data.val_dataloader()))[0]) == list(range(8))
+    for kind, message in (("int32", "32-bit grey"), ("float32", "floating-point grey")):
+        Image.fromarray(np.zeros((20, 30), kind)).save(place / "0.tif")
+        with pytest.raises(MetaTTTError, match=rf"cat/0\.tif cannot be read \({message} has no known white"):
+            list(ready(small(folder, dataset=dataset)).val_dataloader())
 
 
 def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
@@ -254,6 +301,37 @@ def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
     for options in ({"in_chans": 2}, {"min_area": 0.0}, {"img_size": 0}, {"corrupt": "ignore"}):
         with pytest.raises(MetaTTTError):
             small(folder, **options)
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_a_split_is_never_the_whole_folder(dataset: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(MetaTTTError, match=r"has no folder vall \(it has train, validation\): .*validation_split="):
+        ready(small(folder, dataset=dataset, validation_split="vall"))
+    train, held_out = folder / "train", folder / "validation"
+    for options in ({}, {"validation_path": str(train)}):
+        with pytest.raises(MetaTTTError, match=r"has no folder train \(it has cat, dog\): .* data.validation_path="):
+            ready(small(train, dataset=dataset, **options))
+    data = ready(small(train, dataset=dataset, validation_path=str(held_out)))  # the folders of the classes themselves
+    assert "10 images to train, 10 to validate" in data.describe()
+    held_out.rename(folder / "held_out")
+    with pytest.raises(MetaTTTError, match=r"has no folder validation \(it has held_out, train\)"):
+        ready(small(folder, dataset=dataset))
+    assert ready(small(folder, dataset=dataset, validation_split="held_out")).num_classes == 2
+
+
+def test_folders_in_the_folder_of_a_class(folder: Path, tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        for name in ("cat", "dog"):
+            place = folder / split / name
+            place.rename(folder / "2020")
+            place.mkdir()
+            (folder / "2020").rename(place / "2020")
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(folder, "")
+    for data in (small(folder), small(tmp_path / "all.tar", validation_path=str(folder))):
+        with pytest.raises(MetaTTTError, match=r"in folders of .*train/cat and of .*/dog: .*torch/image_folder"):
+            data.setup()
+    assert ready(small(folder, dataset="torch/image_folder")).class_names == ["cat", "dog"]
 
 
 @pytest.mark.parametrize(
