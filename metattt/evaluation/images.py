@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.files import home
-from metattt.checkpoints.trained import Trained
+from metattt.checkpoints.record import RECORD
+from metattt.checkpoints.trained import Trained, read_checkpoint
 from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of
@@ -47,8 +49,8 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
     """Scores classifiers on the validation or test images of their runs; see `Evaluation`.
 
     Raises:
-        MetaTTTError: models of another kind among them, images or settings that cannot be used, labels that are no
-            classes.
+        MetaTTTError: models of another kind among them, images or settings that cannot be used, classes or labels
+            that a model does not know.
     """
     chosen = job.chosen
     for one in job.known.values():
@@ -67,7 +69,8 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         model = job.model(name)
         data: Images = job.data(source)
         data.evaluation = job.known[name].evaluation or data.evaluation
-        data.setup()
+        data.known_classes = recorded_classes(job.known[name].path)
+        data.setup("test" if chosen.split == "test" else "validate")
         loader = data.test_dataloader() if chosen.split == "test" else data.val_dataloader()
         with drawn_alike(model):
             scores[name] = score(model, loader, chosen.inner_loss_windows if chosen.inner_loss else 0)
@@ -98,7 +101,19 @@ def _source(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
     for key in given:
         if key not in allowed:
             raise MetaTTTError(f"data.{key} does not apply to these images: they have {', '.join(allowed)}")
+    if "path" in given:
+        run.pop("validation_path", None)  # of the other images
     return run | given
+
+
+def recorded_classes(file: Path) -> list[str] | None:
+    """The names of a model's classes by their numbers, as its run has recorded them; None: it has not.
+
+    Args:
+        file: the checkpoint.
+    """
+    names = read_checkpoint(file, "none")[RECORD].get("classes")
+    return names if isinstance(names, list) and names and all(isinstance(name, str) for name in names) else None
 
 
 @contextmanager

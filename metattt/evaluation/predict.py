@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from metattt.checkpoints.files import find_checkpoint, home
-from metattt.checkpoints.record import OF_TRAINING, RECORD, modules
-from metattt.checkpoints.trained import load_model, open_trained, read_checkpoint
+from metattt.checkpoints.record import OF_TRAINING, modules
+from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.messages import first_line
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.base import MOST_ROWS
-from metattt.data.images import CorruptImage
+from metattt.data.images import CorruptImage, image_suffixes, in_colours
 from metattt.errors import MetaTTTError, check_choice, check_integer
-from metattt.evaluation.images import drawn_alike
+from metattt.evaluation.images import drawn_alike, recorded_classes
 from metattt.evaluation.output import finite, report, table, tracked
 from metattt.io import path_of
 from metattt.optional import need
@@ -81,7 +81,7 @@ class Pictures(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         pillow: Any = need("PIL.Image", extra="images", what="reading pictures")
         try:
-            image = pillow.open(self.files[index]).convert(self.mode)
+            image = in_colours(pillow.open(self.files[index]), self.mode)
         except Exception as error:  # each format's decoder has errors of its own
             if self.corrupt == "error":
                 reason = f"cannot be read ({first_line(error)}): remove it, or set corrupt=skip"
@@ -153,8 +153,7 @@ def class_names(file: Path, count: int) -> list[str]:
         file: the checkpoint.
         count: of the model's classes.
     """
-    recorded = read_checkpoint(file, "none")[RECORD].get("classes")
-    named = recorded if isinstance(recorded, list) and all(isinstance(name, str) for name in recorded) else []
+    named = recorded_classes(file) or []
     shown = ["".join(c if c.isprintable() else "?" for c in name)[:LONGEST_NAME] for name in named[:count]]
     return shown + [str(number) for number in range(len(shown), count)]
 
@@ -169,11 +168,11 @@ def find_pictures(source: Path) -> tuple[Path, list[Path]]:
         return source.parent, [source]
     if not source.is_dir():
         raise MetaTTTError(f"source={source} does not exist: give a picture or a folder of pictures")
-    suffixes = need("timm.data", extra="images", what="metattt predict").get_img_extensions()
+    suffixes = image_suffixes()
     found = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
     files = sorted(file for file in found if file.suffix.lower() in suffixes)
     if not files:
-        raise MetaTTTError(f"source={source} holds no pictures: use {', '.join(sorted(suffixes))}")
+        raise MetaTTTError(f"source={source} holds no pictures: use {', '.join(suffixes)}")
     return source, files
 
 

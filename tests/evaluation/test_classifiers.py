@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,29 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
     assert len(found) == 8 and {name for one in found for name in one.classes} == {"cat", "dog"}
     scores = evaluated(f"checkpoint={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}", "data.batch_size=3")["run"]
     assert scores.images == 8 and scores.top5 == 1
+    shutil.rmtree(tmp_path / "data" / "val" / "cat")  # eval has the run's numbers, and needs no training images
+    given = (f"checkpoint={tmp_path / 'run'}", f"data.validation_path={tmp_path / 'data' / 'val'}")
+    (tmp_path / "data" / "train").rename(tmp_path / "moved")
+    of_dog = [one.probabilities[one.classes.index("dog")] for one in found if one.name.startswith("dog")]
+    assert evaluated(*given)["run"].loss == pytest.approx(-np.log(of_dog).mean(), rel=1e-3)
+    (tmp_path / "data" / "val" / "dog").rename(tmp_path / "data" / "val" / "fox")
+    with pytest.raises(MetaTTTError, match=r"class 'fox', which is not among those trained on \(cat, dog\)"):
+        evaluated(*given)
+    with pytest.raises(MetaTTTError, match="moved has no folder validation"):
+        evaluated(*given[:1], f"data.path={tmp_path / 'moved'}")
+
+
+def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> None:
+    """A GIF is found, and grey of 16 bits is scaled."""
+    grey = np.asarray(Image.open(next(pictures.rglob("*.png"))))
+    Image.fromarray(grey).save(tmp_path / "8.gif")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    Image.fromarray(grey.astype(np.float32)).save(tmp_path / "32.tif")
+    given = (f"checkpoint={runs / 'a'}", f"source={tmp_path}", f"output_dir={tmp_path / 'out'}")
+    with pytest.raises(MetaTTTError, match=r"32\.tif cannot be read \(floating-point grey has no known white"):
+        predicted(*given)
+    one, other = predicted(*given, "corrupt=skip")
+    assert [one.name, other.name] == ["16.png", "8.gif"] and one.probabilities == other.probabilities
 
 
 @pytest.mark.parametrize(
