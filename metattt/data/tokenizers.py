@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +22,12 @@ from metattt.errors import MetaTTTError
 from metattt.io import inside, path_of, read_text
 from metattt.optional import need
 
+log = logging.getLogger(__name__)
+
 MOST_BYTES = 2**27  # of a tokenizer.json; those of 256,000 tokens have a quarter of it
 STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]")
+PROBE = "Why does memory grow, when I train?\n\n(No: it's 2.5 <b>x</b> as  large; isn't it!)"
 
 
 class Tokenizer:
@@ -47,9 +51,19 @@ class Tokenizer:
         kind = {"kind": "bytes"} if self.content is None else {"kind": TOKENIZER, "sha256": _sha256(self.content)}
         return {**kind, "vocab_size": self.vocab_size, "separator": self.separator, "end": self.end}
 
+    def equals(self, other: Tokenizer) -> bool:
+        """Whether both make the same tokens of every text. Their files may differ in what is not used here: what is put
+        around a text, cutting and padding."""
+        return self.identity == other.identity or self._encoding == other._encoding
+
+    @property
+    def _encoding(self) -> Any:
+        """All that decides about the tokens of a document: plain data."""
+        return self.identity
+
     @property
     def token_bytes(self) -> Tensor:
-        """`[V]` bytes of text that each token stands for."""
+        """`[V]` bytes of text that each token stands for; 0 for all, with a warning, where that cannot be known."""
         raise NotImplementedError
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -94,7 +108,8 @@ class FileTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, from its JSON text.
 
     A document starts with the token of beginning (or else that of end) and ends with the token of end, where there are
-    two. What looks like a special token in the text is text. Texts are never cut or padded, whatever the file says.
+    two; ordinary tokens of their names count only where no special one has such a name. What looks like a special token
+    in the text is text. Texts are never cut or padded, whatever the file says.
 
     Args:
         content: the text of a tokenizer.json.
@@ -110,14 +125,20 @@ class FileTokenizer(Tokenizer):
         self.content, self.name = content, name
         with _in_one_line(f"tokenizer={name} is not a tokenizer of the tokenizers library"):
             parsed = json.loads(content)
-            self._decoder = json.dumps(parsed.get("decoder"))
+            self._read = _reader(parsed)
             self.tokenizer = library.Tokenizer.from_str(content)
+            added = self.tokenizer.get_added_tokens_decoder().items()
+            special = {token.content: number for number, token in added if token.special}
+            known = special if special.keys() & {*STARTS, *ENDS} else self.tokenizer.get_vocab()
+            self._special = set(special.values())
+            if "merges" not in parsed["model"]:
+                self.tokenizer = library.Tokenizer.from_str(_hidden(parsed, special))
             self.tokenizer.encode_special_tokens = True
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
         if parsed["model"].get("dropout"):
             raise MetaTTTError(f"tokenizer={name} is random (dropout): set model.dropout to null in it")
-        start, end = (_first(self.tokenizer, names) for names in (STARTS, ENDS))
+        start, end = (next((known[name] for name in names if name in known), None) for names in (STARTS, ENDS))
         separator = end if start is None else start
         if separator is None:
             raise MetaTTTError(
@@ -130,17 +151,28 @@ class FileTokenizer(Tokenizer):
     @cached_property
     def texts(self) -> list[bytes]:
         """What each token stands for; nothing, for special tokens."""
-        special = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
-        kinds = {"ByteLevel": _bytes_of_characters, "WordPiece": _word_piece}
-        read = next((read for kind, read in kinds.items() if kind in self._decoder), _sentence_piece)
         texts = [b""] * self.vocab_size
         for token, number in self.tokenizer.get_vocab().items():
-            texts[number] = b"" if number in special else read(token)
+            texts[number] = b"" if number in self._special else self._read(token)
         return texts
 
-    @property
+    @cached_property
     def token_bytes(self) -> Tensor:
-        return torch.tensor([len(text) for text in self.texts])
+        try:
+            found = self.decode(self.encode(PROBE).tolist()).decode(errors="replace")
+        except MetaTTTError:
+            found = ""
+        if found.strip().lower() == PROBE.lower():
+            return torch.tensor([len(text) for text in self.texts])
+        log.warning("tokenizer=%s does not keep every character of a text: there are no bits per byte", self.name)
+        return torch.zeros(self.vocab_size, dtype=torch.int64)
+
+    @cached_property
+    def _encoding(self) -> Any:
+        made = json.loads(_library().Tokenizer.from_str(self.content).to_str())
+        added = [token for token in made["added_tokens"] if not token["special"]]
+        parts = [made[key] for key in ("normalizer", "pre_tokenizer", "model", "decoder")]
+        return [*parts, added, self.vocab_size, self.separator, self.end]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         string = text.decode(errors="replace") if isinstance(text, bytes) else text
@@ -189,7 +221,9 @@ def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | Fi
     content = read_text(inside(folder, TOKENIZER), MOST_BYTES)
     if _sha256(content) != known.get("sha256"):
         raise MetaTTTError(f"{folder / TOKENIZER} is not the tokenizer of these tokens: it has been changed")
-    return FileTokenizer(content, str(folder / TOKENIZER))
+    found = FileTokenizer(content, str(folder / TOKENIZER))
+    found.separator, found.end = known.get("separator", found.separator), known.get("end", found.end)
+    return found  # with the tokens around documents that were written
 
 
 EVERY_BYTE = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x40), *range(0x10000, 0x110000, 0x1000)))).encode()
@@ -246,8 +280,18 @@ def _in_one_line(message: str) -> Iterator[None]:
         raise MetaTTTError(f"{message}: {first_line(error)}") from error
 
 
-def _first(tokenizer: Any, names: Sequence[str]) -> int | None:
-    return next((number for name in names if (number := tokenizer.token_to_id(name)) is not None), None)
+def _hidden(parsed: Mapping[str, Any], special: Mapping[str, int]) -> str:
+    """A tokenizer.json whose special tokens have names that are in no text: a model without merges (Unigram, WordLevel,
+    WordPiece) finds a piece of text in its vocabulary, special tokens too."""
+    names, model = {name: f"\ufdd0{name}" for name in special}, dict(parsed["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    added = [{**one, "content": names.get(one["content"], one["content"])} for one in parsed.get("added_tokens", ())]
+    return json.dumps({**parsed, "model": model, "added_tokens": added})
 
 
 _PRINTABLE = [byte for low, high in ((0x21, 0x7E), (0xA1, 0xAC), (0xAE, 0xFF)) for byte in range(low, high + 1)]
@@ -261,14 +305,24 @@ def _bytes_of_characters(token: str) -> bytes:
     return b"".join(bytes([BYTES[character]]) if character in BYTES else character.encode() for character in token)
 
 
-def _word_piece(token: str) -> bytes:
-    return (token.removeprefix("##") if token.startswith("##") else f" {token}").encode()
+def _reader(parsed: Mapping[str, Any]) -> Callable[[str], bytes]:
+    """What makes bytes of a token, as the decoder of a tokenizer.json does, or as its pre-tokenizer undone."""
+    part = parsed.get("decoder") or parsed.get("pre_tokenizer") or {"type": None}
+    parts = {one["type"]: one for one in part.get("decoders", part.get("pretokenizers", [part]))}
+    if "ByteLevel" in parts:
+        return _bytes_of_characters
+    prefix = parts["WordPiece"]["prefix"] if "WordPiece" in parts else None
+    suffix = parts.get("BPEDecoder", {}).get("suffix") or " "
+    space = parts.get("Metaspace", {}).get("replacement", "▁")
 
+    def read(token: str) -> bytes:
+        if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
+            return bytes.fromhex(byte[1])
+        if prefix is not None:
+            return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
+        return re.sub(rf"{re.escape(suffix)}\Z", " ", token).replace(space, " ").encode()
 
-def _sentence_piece(token: str) -> bytes:
-    if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
-        return bytes.fromhex(byte[1])
-    return token.replace("▁", " ").encode()
+    return read
 
 
 def _library() -> Any:

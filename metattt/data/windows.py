@@ -183,7 +183,7 @@ class WindowData(Data, takes=("context_length", "batch_size", "seed", "num_worke
             MetaTTTError: it was cut into other tokens before.
         """
         self.setup()
-        if self.tokenizer.identity != tokenizer.identity:
+        if not self.tokenizer.equals(tokenizer):
             raise MetaTTTError(f"{self.source} has other tokens than the model: prepare it with the model's tokenizer")
 
     def sample_document(self) -> bytes:

@@ -45,7 +45,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         for one in job.known.values()
     ]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
-        if tokenizer.identity != tokenizers[0].identity:
+        if not tokenizer.equals(tokenizers[0]):
             raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
     _check_same_text(texts, split)
     data: WindowData = job.data(texts[names[0]])

@@ -16,7 +16,8 @@ def to_transformers(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
     """A `PreTrainedTokenizerFast`.
 
     A text gets the separator before it, as documents in training and prompts of `metattt generate`. What looks like a
-    special token in a text is text. Prompts of different lengths are padded on the left.
+    special token in a text is text, unless the model finds whole pieces in its vocabulary (Unigram, WordPiece,
+    WordLevel) and has special ones there. Prompts of different lengths are padded on the left.
 
     Args:
         tokenizer: of the model.

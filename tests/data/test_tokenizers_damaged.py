@@ -1,4 +1,4 @@
-"""A tokenizer.json that is damaged: one line, and never ids that are not its own."""
+"""A tokenizer.json that is damaged or unusual: one line, and never ids or bytes that are not its own."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from metattt.data.text import ByteTokenizer
-from metattt.data.tokenizers import FileTokenizer, load_tokenizer, tokenizer_of
+from metattt.data.tokenizers import PROBE, FileTokenizer, load_tokenizer, read_tokenizer, tokenizer_of
 from metattt.errors import MetaTTTError
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 
 def content(**changes: Any) -> dict[str, Any]:
@@ -99,6 +99,87 @@ def test_names_of_bytes_that_are_none() -> None:
         json.dumps(model(vocab={"<s>": 0, "a": 1, "<0xZZ>": 2, "<0x41>": 3, "aa": 4})), "./its.json"
     )
     assert tokenizer.texts == [b"", b"a", b"<0xZZ>", b"A", b"aa"]
+
+
+# -- kinds of tokenizers -----------------------------------------------------------------------------------------------
+
+
+def trained(kind: str, pre_tokenizer: Any, decoder: Any = None, **options: Any) -> FileTokenizer:
+    """A tokenizer of the library that has learned the probe."""
+    made = tokenizers.Tokenizer(getattr(tokenizers.models, kind)(**options))
+    made.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        made.decoder = decoder
+    trainer = getattr(tokenizers.trainers, "BpeTrainer" if kind == "BPE" else f"{kind}Trainer")
+    suffix = {key: value for key, value in options.items() if key == "end_of_word_suffix"}
+    made.train_from_iterator([PROBE], trainer(special_tokens=["<s>", "[UNK]"], show_progress=False, **suffix))
+    return FileTokenizer(made.to_str(), "./its.json")
+
+
+def test_bytes_are_those_of_the_text_or_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    before, after = tokenizers.pre_tokenizers, tokenizers.decoders
+    for exact in (
+        trained("BPE", before.ByteLevel(add_prefix_space=False)),  # without its decoder
+        trained("BPE", before.Metaspace("_", prepend_scheme="never"), after.Metaspace("_")),
+        trained("BPE", before.Sequence([before.Digits(), before.Metaspace(prepend_scheme="never")])),
+    ):
+        ids = exact.encode(PROBE).astype(np.int64)
+        assert exact.decode(ids.tolist()).decode() == PROBE and exact.token_bytes[ids].sum() == len(PROBE)
+    assert not caplog.records
+    words = trained("BPE", before.WhitespaceSplit(), after.BPEDecoder("</w>"), end_of_word_suffix="</w>")
+    assert words.decode(words.encode("(No: it's as").tolist()) == b"(No: it's as "
+    for lossy in (
+        words,
+        trained("WordPiece", before.BertPreTokenizer(), after.WordPiece(), unk_token="[UNK]"),
+        trained("WordLevel", before.Whitespace(), unk_token="[UNK]"),
+    ):
+        caplog.clear()
+        assert lossy.token_bytes.tolist() == lossy.token_bytes.tolist() == [0] * lossy.vocab_size
+        assert [one.getMessage() for one in caplog.records] == [
+            "tokenizer=./its.json does not keep every character of a text: there are no bits per byte"
+        ]
+
+
+SPECIAL = content()["added_tokens"][0]
+
+
+def test_special_tokens_go_before_ordinary_ones(tmp_path: Path) -> None:
+    given = model(vocab={"<|endoftext|>": 0, "<s>": 1, "</s>": 2, "a": 3}, merges=[])
+    given["added_tokens"] = [{**SPECIAL, "content": "<|endoftext|>"}]
+    tokenizer = FileTokenizer(json.dumps(given), "./its.json")
+    assert (tokenizer.separator, tokenizer.end) == (0, None)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(given))  # tokens that were prepared before keep theirs
+    before = read_tokenizer(tmp_path, {**tokenizer.identity, "separator": 1, "end": 2})
+    assert (before.separator, before.end) == (1, 2)
+    ordinary = FileTokenizer(json.dumps({**given, "added_tokens": []}), "./its.json")
+    assert (ordinary.separator, ordinary.end) == (1, 2)
+
+
+def test_special_tokens_in_a_text_are_text_for_every_model() -> None:
+    added = [{**SPECIAL, "id": number, "content": name} for number, name in enumerate(("<unk>", "<s>"))]
+    pieces = ["<unk>", "<s>", "<", "s", ">", "a"]
+    vocab = [[piece, 0.0 if number < 2 else -1.0] for number, piece in enumerate(pieces)]
+    unigram = content(model={"type": "Unigram", "unk_id": 0, "vocab": vocab}, added_tokens=added)
+    tokenizer = FileTokenizer(json.dumps(unigram), "./its.json")
+    assert tokenizer.encode("a<s>é").tolist() == [5, 2, 3, 4, 0] and tokenizer.separator == 1
+    assert tokenizer.decode([1, 5, 2]) == b"a<"
+    words = {"type": "WordLevel", "unk_token": "<unk>", "vocab": {piece: number for number, piece in enumerate(pieces)}}
+    split = content(model=words, added_tokens=added, pre_tokenizer={"type": "WhitespaceSplit"})
+    assert FileTokenizer(json.dumps(split), "./its.json").encode("a <s> a").tolist() == [5, 0, 5]
+
+
+def test_what_is_around_a_text_does_not_make_another_tokenizer() -> None:
+    tokenizer = FileTokenizer(json.dumps(content()), "./its.json")
+    around = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}}
+    for same in (content(post_processor=around), content(truncation=cut(2, 0))):
+        other = FileTokenizer(json.dumps(same), "./its.json")
+        assert tokenizer.equals(other) and tokenizer.identity != other.identity
+    for differs in (content(normalizer={"type": "Lowercase"}), model(merges=[]), split("a")):
+        assert not tokenizer.equals(FileTokenizer(json.dumps(differs), "./its.json"))
+    assert not tokenizer.equals(ByteTokenizer()) and ByteTokenizer().equals(ByteTokenizer())
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_files(tmp_path: Path) -> None:
