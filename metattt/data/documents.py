@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +19,11 @@ from metattt.errors import MetaTTTError
 from metattt.io import path_of
 from metattt.optional import need
 
+warn_once = cache(logging.getLogger(__name__).warning)
+
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+PACKED = re.compile(r"\.(txt|md|py|jsonl?|parquet|csv|tsv)\.(gz|zst|bz2|xz|zip)$", re.I)
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {"test", "tests"}  # not installed on every machine
 
@@ -107,7 +113,7 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
 def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     suffixes = ", ".join(SUFFIXES)
     if root.is_file():
-        if root.suffix not in SUFFIXES:
+        if root.suffix.lower() not in SUFFIXES:
             raise MetaTTTError(
                 f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {suffixes}\nCompressed files and "
                 "other formats: metattt prepare source=<json, text, csv, ...> dataset_files=<file> target=<new folder>"
@@ -118,16 +124,29 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if (root / MANIFEST).is_file():
         way = "add data=shards" if key == "data.path" else f"metattt train data=shards data.path={root} reads them"
         raise MetaTTTError(f"{key}={root} holds shards of metattt prepare, not text: {way}")
-    files = sorted(file for file in _walk(root) if file.suffix in SUFFIXES and file.is_file())
+    there = list(_walk(root))
+    files = sorted(file for file in there if file.suffix.lower() in SUFFIXES and file.is_file())
+    if packed := [file for file in there if PACKED.search(file.name)]:
+        warn_once("%s=%s: compressed files are left out (%d, as %s)", key, root, len(packed), min(packed).name)
     if not files:
         raise MetaTTTError(f"{key}={root} holds no files that can be read: use {suffixes}")
     return [(file, root) for file in files]
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file in a folder and those in it; a folder that cannot be read is an error, not an empty one."""
-    for folder, inner, names in os.walk(root, onerror=_raise):
-        inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]
+    """Every file in a folder and those in it; a folder that cannot be read is an error, not an empty one. Links to
+    folders are followed, to each folder once, but not to those in `root` or around it."""
+    seen = {home := root.resolve()}
+
+    def new(folder: Path) -> bool:
+        real = folder.resolve()
+        if real in seen or (folder.is_symlink() and (home.is_relative_to(real) or real.is_relative_to(home))):
+            return False
+        seen.add(real)
+        return True
+
+    for folder, inner, names in os.walk(root, onerror=_raise, followlinks=True):
+        inner[:] = [name for name in sorted(inner) if name not in SKIPPED_FOLDERS and new(Path(folder, name))]
         yield from (Path(folder, name) for name in names if name not in SKIPPED_FOLDERS)
 
 
@@ -137,27 +156,29 @@ def _raise(error: OSError) -> None:
 
 def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
     """The documents of one file."""
-    name, number = file.relative_to(root).as_posix(), 1
+    name, suffix, place = file.relative_to(root).as_posix(), file.suffix.lower(), 1
     try:
-        if file.suffix in TEXT_SUFFIXES:
+        if suffix in TEXT_SUFFIXES:
             yield Document(name, file.read_bytes())
             return
-        for row in _lines(file) if file.suffix == ".jsonl" else _rows(file, text_key):
+        rows = _lines(file) if suffix == ".jsonl" else enumerate(_rows(file, text_key), 1)
+        for number, (place, given) in enumerate(rows, 1):
+            row = json.loads(given) if isinstance(given, str) else given
             text = row.get(text_key, 0) if isinstance(row, dict) else 0
             if not isinstance(text, str | None):
-                raise MetaTTTError(f"{file}:{number} has no text in {text_key!r}: set data.text_key=...")
-            yield Document(f"{name}:{number}", (text or "").encode())
-            number += 1
+                raise MetaTTTError(f"{file}:{place} has no text in {text_key!r}: set data.text_key=...")
+            yield Document(f"{name}:{number}", re.sub("[\ud800-\udfff]", "\ufffd", text or "").encode())
     except MetaTTTError:
         raise
     except Exception as error:  # of JSON, of the many layers of a parquet file, of the disk
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise MetaTTTError(f"{file}:{number} cannot be read: {reason:.200}") from error
+        raise MetaTTTError(f"{file}:{place} cannot be read: {reason:.200}") from error
 
 
-def _lines(file: Path) -> Iterator[Any]:
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not empty, with their numbers."""
     with file.open(encoding="utf-8", errors="replace") as lines:
-        yield from (json.loads(line) for line in lines if line.strip())
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _rows(file: Path, text_key: str) -> Iterator[dict[str, Any]]:

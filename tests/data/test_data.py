@@ -180,13 +180,20 @@ def test_bad_paths_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monkey
         ('{"body": "b"}', "x.jsonl:2 has no text in 'text'"),
         ('["text"]', "x.jsonl:2 has no text in 'text'"),
         ('{"text": 3}', "x.jsonl:2 has no text in 'text'"),
-        ('{"text": "bad \\ud800 half"}', "x.jsonl:2 cannot be read"),
         ('{"text": ' + "[" * 10**5, "x.jsonl:2 cannot be read"),
     ],
 )
 def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": "good"}) + "\n" + line + "\n")
     assert message in refused(str(tmp_path))
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "good"}) + "\n\n \n" + line + "\n")
+    assert message.replace(":2", ":4") in refused(str(tmp_path))  # the line, and not the row
+
+
+def test_what_is_no_character_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "half \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n{"text": "byte \xff"}\n')
+    found = [document.text.decode() for document in read_documents(str(tmp_path), "text")]
+    assert found == ["half \ufffd", "whole \U0001f600", "byte \ufffd"]
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
@@ -211,6 +218,30 @@ def test_a_pipe_and_a_link_in_a_circle_are_not_followed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.txt")
     (tmp_path / "deep" / "back").symlink_to(tmp_path)
     assert [document.key for document in read_documents(str(tmp_path), "text")] == ["deep/a.txt"]
+
+
+def test_no_file_is_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base, outside = tmp_path / "base", tmp_path / "outside"
+    (base / "own").mkdir(parents=True)
+    (outside / "deep").mkdir(parents=True)
+    (base / "A.TXT").write_text("upper")
+    (base / "b.JSONL").write_text('{"text": "row"}')
+    (base / "own" / "c.txt").write_text("own")
+    (outside / "deep" / "d.txt").write_text("linked")
+    (base / "a_link").symlink_to(base / "own")  # read under its own name
+    (base / "link").symlink_to(outside)
+    (base / "other").symlink_to(outside / "deep")  # read once
+    (outside / "deep" / "back").symlink_to(outside)
+    (outside / "up").symlink_to(tmp_path)
+    found = {document.key: document.text.decode() for document in read_documents(str(base), "text")}
+    assert found == {"A.TXT": "upper", "b.JSONL:1": "row", "own/c.txt": "own", "other/d.txt": "linked"}
+    assert not caplog.records
+    (outside / "e.jsonl.gz").touch()
+    read_documents(str(base), "text")
+    read_documents(str(base), "text")
+    assert [one.getMessage() for one in caplog.records] == [
+        f"data.path={base}: compressed files are left out (1, as e.jsonl.gz)"
+    ]
 
 
 def test_a_path_is_not_asked_for_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
