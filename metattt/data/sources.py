@@ -36,13 +36,14 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
         text_key: column that holds the text.
         files: paths, patterns or addresses of the files to read, local or not; None: those of the dataset.
         key: of the setting that names it, for messages.
-        options: of the library.
+        options: of the library. A file of `text` is one document, and not each of its lines.
 
     Raises:
         MetaTTTError: the library is not installed, or the dataset cannot be opened or has no such column.
     """
     what = f"{key}={name} is no local file or folder, and a dataset of the Hugging Face Hub"
     datasets = need("datasets", extra="text", what=what)
+    options |= {"sample_by": "document"} if name == "text" else {}
     try:
         found = datasets.load_dataset(name, config, data_files=files, split=split, **options)
     except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors

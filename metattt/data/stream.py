@@ -80,12 +80,14 @@ class Reader:
             raise MetaTTTError(f"data.path={self.name} has changed since the checkpoint was written")
 
     def texts(self, place: Any) -> Iterator[tuple[Any, bytes]]:
-        """All texts from a place on, empty ones too, each with its place: plain data that a later call can begin at."""
+        """All texts from a place on, empty ones too (null is one), each with its place: plain data that a later call
+        can begin at."""
         try:
             self.dataset.load_state_dict(copy.deepcopy(place))
             for row in self.dataset:
                 after = self.dataset.state_dict()
-                yield place, row[self.text_key].encode()
+                text = row[self.text_key]
+                yield place, b"" if text is None else text.encode()
                 place = after
         except Exception as error:  # the library's own, and those of file formats and of the network
             raise MetaTTTError(
@@ -209,7 +211,6 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
 
     def _open(self, split: str) -> Any:
         name, files = self.path, self.files
-        options: dict[str, Any] = {}
         if files is None and ("://" in name or is_local(name)):
             kinds = [FOREIGN[suffix] for suffix in Path(name).suffixes if suffix in FOREIGN]
             kind = next(filter(None, kinds), None)
@@ -219,11 +220,9 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
                     "or the format and the files: data.path=json data.files=<pattern>"
                 )
             name, files = kind, name if "://" in name else str(path_of(name, "data.path"))
-        if name == "text":
-            options["sample_by"] = "document"  # and not a line
         if files is not None and not isinstance(files, str):
             files = [str(file) for file in files]
-        return load(name, self.config, split, self.text_key, files, "data.path", streaming=True, **options)
+        return load(name, self.config, split, self.text_key, files, "data.path", streaming=True)
 
     def _held_out(self) -> np.ndarray:
         """The validation windows `[N, T + 1]`."""

@@ -78,6 +78,12 @@ def test_a_bookmark_goes_on_at_any_token(kind: str, tmp_path: Path, files: str) 
         reader(files, kind, **options).go_to({"used": 1, "place": "x"})
 
 
+def test_null_is_an_empty_text(tmp_path: Path) -> None:
+    rows = [{"text": "one"}, {"text": None}, {"text": "two"}]
+    (tmp_path / "null.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert np.array_equal(reader(str(tmp_path / "null.jsonl")).read(8), all_tokens(["one", "two"]))
+
+
 def test_windows_of_a_block_are_all_there_in_another_order(files: str) -> None:
     width, block = 9, 6
     windows = StreamWindows(reader(files), width, block, seed=1)
