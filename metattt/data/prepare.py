@@ -215,9 +215,6 @@ def _rows(
     """The documents of a source: of local files, which may be any bytes, by our readers, of others by `datasets`."""
     if _is_here(source, files):
         found = find_files(source, key)
-        if key == "source" and chosen.validation_source is not None and _is_here(chosen.validation_source, None):
-            held = {file.resolve() for file, _ in find_files(chosen.validation_source, "validation_source")}
-            found = [one for one in found if one[0].resolve() not in held]
         if next(iterate_documents(found, chosen.text_key), None) is None:
             raise MetaTTTError(f"{key}={source} holds no text")
         stamps = [(str(file), str(base), file.stat().st_size, file.stat().st_mtime_ns) for file, base in found]
@@ -272,29 +269,35 @@ def _tokenizer(content: str | None) -> Tokenizer:
 
 
 def _split(rows: Rows, chosen: PrepareSettings) -> Iterator[tuple[bool, bytes, int]]:
-    """Of every document: whether it is to validate on, its tokens, and the bytes of its text."""
+    """Of every document that is not empty: whether it is to validate on, its tokens, and the bytes of its text."""
     number = 0
     for batch in rows.table.iter(BATCH):
         for place, (tokens, length) in enumerate(zip(batch["tokens"], batch["bytes"], strict=True)):
             name = batch["key"][place] if "key" in batch else f"{rows.name}:{number}".encode()
             by_name = share(name, chosen.seed) < chosen.validation_fraction
-            yield by_name if rows.held_out is None else rows.held_out, tokens, length
+            if length:
+                yield by_name if rows.held_out is None else rows.held_out, tokens, length
             number += 1
 
 
 def _write(folder: Path, sources: Sequence[Rows], chosen: PrepareSettings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokens of all documents, those to train on first; their counts, and the checksums of the files.
+    """The tokens of all documents, those to train on first; their counts, and the checksums of the files. What is in
+    `validation_source` is left out of the training text.
 
     Raises:
         MetaTTTError: no document is in a split.
     """
     splits, hasher, starts = {}, xxhash.xxh3_128(), array("q")
     size, place = dtype_of(tokenizer.vocab_size).itemsize, 0
+    apart = (one for rows in sources if rows.held_out for one in _split(rows, chosen))
+    known = {xxhash.xxh3_128_digest(tokens) for _, tokens, _ in apart}
     with (folder / TOKENS).open("wb") as file:
         for split in ("train", "validation"):
             counts = dict.fromkeys(("documents", "bytes", "tokens"), 0)
             for held_out, tokens, length in (one for rows in sources for one in _split(rows, chosen)):
                 if held_out != (split == "validation"):
+                    continue
+                if known and not held_out and xxhash.xxh3_128_digest(tokens) in known:
                     continue
                 starts.append(place)
                 file.write(tokens)

@@ -26,6 +26,7 @@ from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData
 from metattt.data.tokenizers import load_tokenizer
 from metattt.errors import MetaTTTError
+from metattt.hf.tokenizer import to_transformers
 from metattt.locking import locked
 
 datasets = pytest.importorskip("datasets")
@@ -140,8 +141,14 @@ def test_files_that_have_changed_and_files_of_both_splits(tmp_path: Path) -> Non
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text(f"{number} some text\n" * 90)
     assert run(tmp_path, tmp_path / "apart", f"validation_source={tmp_path / '3.txt'}") == 0
-    counts = read_manifest(tmp_path / "apart")["splits"]  # type: ignore[index]
-    assert [counts[split]["documents"] for split in ("train", "validation")] == [5, 1]
+    for folder, numbers in (("text", range(6)), ("held", [3])):  # the same text in another file
+        (tmp_path / folder).mkdir()
+        for number in numbers:
+            (tmp_path / folder / f"of {folder} {number}.txt").write_bytes((tmp_path / f"{number}.txt").read_bytes())
+    assert run(tmp_path / "text", tmp_path / "texts", f"validation_source={tmp_path / 'held'}") == 0
+    for target in ("apart", "texts"):
+        counts = read_manifest(tmp_path / target)["splits"]  # type: ignore[index]
+        assert [counts[split]["documents"] for split in ("train", "validation")] == [5, 1]
     (tmp_path / "2.txt").write_text("another")
     assert "have changed since target=" in refused(tmp_path, tmp_path / "apart", f"validation_source={tmp_path / '3.txt'}")
 
@@ -210,17 +217,20 @@ def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", ["json", "text"])
 def test_files_of_the_library_of_hugging_face(kind: str, tmp_path: Path) -> None:
-    """The library itself, on files of this machine, one of them compressed."""
+    """The library itself, on files of this machine, one of them compressed. A file of text is one document; rows without
+    text are none."""
     texts = [f"row {row} " * 40 for row in range(60)]
     lines = [json.dumps({"text": text}) if kind == "json" else text for text in texts]
+    lines[5:5] = [json.dumps({"text": text}) for text in ("", None)] if kind == "json" else []
     (tmp_path / "0.txt").write_text("\n".join(lines[:30]))
     (tmp_path / "1.gz").write_bytes(gzip.compress("\n".join(lines[30:]).encode()))
-    given = (f"dataset_files=[{tmp_path / '0.txt'},{tmp_path / '1.gz'}]", "tokenizer=bytes")
+    given = (f"dataset_files=[{tmp_path / '0.txt'},{tmp_path / '1.gz'}]", "validation_fraction=0.5", "seed=1")
     assert run(kind, tmp_path / "shards", *given) == 0
     data = ShardData(str(tmp_path / "shards"), context_length=8)
     data.setup()
     splits = data.manifest["splits"].values()
-    assert sum(split["documents"] for split in splits) == 60
+    count = {"json": 60, "text": 2}[kind]
+    assert sum(split["documents"] for split in splits) == (data.tokens.all == 256).sum() == count
     found = data.tokenizer.decode(data.tokens.all.tolist())
     assert len(found) == sum(split["bytes"] for split in splits) and all(text.strip().encode() in found for text in texts)
     assert "has no text in 'words'" in refused(kind, tmp_path / "b", *given, "text_key=words")
@@ -237,6 +247,9 @@ def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
     assert run(corpus, tmp_path / "shards", f"tokenizer={tmp_path / 'tokenizer.json'}") == 0
     data = ShardData(str(tmp_path / "shards"), context_length=16)
     data.setup()
+    pytest.importorskip("transformers")
+    to_transformers(tokenizer).save_pretrained(tmp_path / "exported")
+    data.read_as(load_tokenizer(str(tmp_path / "exported")))  # an exported model reads the tokens of its run
     assert 256 < data.tokenizer.vocab_size <= 400 and content(tmp_path / "shards").keys() == FILES | {"tokenizer.json"}
     ids = data.tokens.all
     assert (ids == tokenizer.separator).sum() == (ids == tokenizer.end).sum() == 70  # BOS + text + EOS
