@@ -56,7 +56,7 @@ def in_groups(
     if size is None:
         # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
-        least = JOINED // loop.plan.block if loop.plan.period is None and loop.plan.joins(tokens) else 1
+        least = JOINED // loop.plan.block if loop.plan.by_chunks and loop.plan.period is None else 1
         size = 0 if few else max(least, round(math.sqrt(sum([block.times for block in blocks]))), 1)
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)

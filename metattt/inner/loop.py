@@ -110,7 +110,7 @@ class InnerLoop(Parts):
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
         """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory."""
-        if self.plan.period is None and self.plan.joins(tokens):
+        if self.plan.by_chunks and self.plan.period is None:
             blocks = joined(blocks)
         outputs: list[Tensor] = []
         one = len(blocks) == 1 and blocks[0].times == 1
@@ -155,7 +155,7 @@ class InnerLoop(Parts):
         steps = rule.steps if rule.read != "final" else 1
         in_common = self.task.together and plan.form in SHARE and tokens.in_common
         size = plan.chunk or block.length  # tokens whose gradients are taken together
-        if plan.joins(tokens):
+        if plan.by_chunks or (tokens.gates.decay is not None and plan.form == "solved"):
             size = block.length  # the form splits them itself
         elif tokens.views.k.ndim == 5 and not in_common:
             size = max(1, size // tokens.views.k.shape[3])

@@ -10,15 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import MiniBatches, Scan, Tokens
+from metattt.inner.tokens import MiniBatches, Scan
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
 
 log = logging.getLogger("metattt")
-
-ONE_BY_ONE = ("cpu",)  #: devices with caches, where a chunk after another is faster than many at once
 
 
 class Kernel(Protocol):
@@ -60,7 +58,7 @@ class Plan:
         replays: an open mini-batch is stored as raw tokens, and recomputed by the next call.
         outer: what the outer loop differentiates: `exact` or `first_order` (`TTTLayer`).
         sees_weights: gates depend on the weights (`InnerOptimizer.gates_at`).
-        by_chunks: the solved form takes many chunks at once, if the gates allow it (`joins`).
+        by_chunks: the solved form takes many chunks at once.
         looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
@@ -98,12 +96,6 @@ class Plan:
         weights."""
         asked = "dual" if self.form in ("solved", "mixed") else self.form
         return "fused" if self.kernels else asked or "scan"
-
-    def joins(self, tokens: Tokens) -> bool:
-        """Whether the form takes many chunks at once."""
-        gates, alone = tokens.gates, tokens.views.k.device.type in ONE_BY_ONE
-        plain = self.by_chunks and gates.beta is None and gates.weight_lr is None and not alone
-        return self.form == "solved" and (plain or gates.decay is not None)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Plan, ("",)  # not written to disk: a layer that was makes its plan again

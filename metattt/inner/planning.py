@@ -232,7 +232,7 @@ def solvable(
 
 
 def _by_chunks(task: Task, learner: Learner, optimizer: InnerOptimizer) -> bool:
-    """Whether the solved form may take many chunks at once (`forms.chunks`)."""
+    """Whether the solved form takes many chunks at once (`forms.chunks`); with channel decays it does so anyway."""
     plain = linear_rule(optimizer, "online", ("inclusive", "exclusive")) is None and optimizer.slots == ("weights",)
     return plain and learner.linear_map is not None and learner.linear_map[1] is None and not task.together
 

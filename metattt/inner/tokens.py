@@ -17,6 +17,7 @@ from metattt.tasks.base import Views
 if TYPE_CHECKING:
     from metattt.learners.base import Learner
 
+VIEWS = ("k", "v", "q", "erase_key", "erase_direction")
 JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 
 
@@ -301,8 +302,9 @@ def fitted(
         raise MetaTTTError(f"the task gives views {both}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
     if views.v.shape[: k.ndim - 1] != k.shape[:-1]:
         views = views._replace(v=_expanded("the view v", views.v, tuple(k.shape[:-1]), views.v.shape[k.ndim - 1 :]))
-    narrow = {name: x.to(product_type(x)) for name, x in views._asdict().items() if x is not None and name != "weight"}
-    views = views._replace(**narrow)
+    if k.device.type != "meta" and torch.is_autocast_enabled(k.device.type):
+        narrow = {name: x.to(product_type(x)) for name, x in zip(VIEWS, views, strict=False) if x is not None}
+        views = views._replace(**narrow)
     found, accum_dtype = {}, torch.promote_types(k.dtype, torch.float32)
     for name, gate in zip(gates._fields, gates, strict=True):
         if gate is None:

@@ -22,6 +22,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
+from metattt.optimizers.checks import linear_rule as linear_rule  # for kernels of one's own
 from metattt.state import Tensors
 from metattt.tasks.base import Task
 

@@ -23,8 +23,11 @@ class Rows(NamedTuple):
     value: Tensor
     before: bool
 
-    def decayed(self, until: Tensor) -> Tensor:
-        """The rows times the products of decays up to each token; `until` `[..., n, d]` are those with its own."""
+    def decayed(self, until: Tensor | None) -> Tensor:
+        """The rows times the products of decays up to each token; `until` `[..., n, d]` are those with its own, None is
+        1."""
+        if until is None:
+            return self.value
         return self.value * (F.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0) if self.before else until)
 
 
@@ -70,13 +73,11 @@ def decayed_scores(
 
 def evenly_decayed_scores(
     rows: Sequence[Rows], columns: Sequence[Tensor], decay: Tensor | None, matmul_dtype: torch.dtype
-) -> tuple[list[list[Tensor]], Tensor, Tensor]:
-    """`decayed_scores` where all channels have one decay, `[..., n, 1]`, or none (None)."""
+) -> tuple[list[list[Tensor]], Tensor | None, Tensor | None]:
+    """`decayed_scores` where all channels have one decay, `[..., n, 1]`, or none: then all products are 1 (None)."""
     count = columns[0].shape[-2]
-    if decay is None:
-        between, until = None, columns[0].new_ones(*columns[0].shape[:-1], 1)
-        left = until
-    else:
+    between = until = left = None
+    if decay is not None:
         between, until = decays(decay.squeeze(-1))
         until, left = until.unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
     found = []

@@ -104,7 +104,7 @@ class BlockRule(StepSize):
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
         moved = self.move(memory | begun, alpha, beta)
-        if any(slot not in moved for slot in ("commit", *self.own_slots)):  # one left out now and then would be zero
+        if {"commit", *self.own_slots}.difference(moved):  # a slot that is left out only now and then would be zero
             raise MetaTTTError(
                 f"{type(self).__name__}.move returns {list(moved)}: it must return {['commit', *self.own_slots]}, each "
                 "with a tensor for every weight"

@@ -1,8 +1,8 @@
-"""Online rules of a linear map without momentum, `W_t = Diag(a_t) W_{t−1} − η_t G_t`, many chunks of tokens at once; the
-decay a is of every head or of every input channel.
-What token s wrote reaches token t as `Diag(Π_{r=s+1..t} a_r) k_sᵀ`, so `q_t·k_s` becomes
-`Σ_c q_tc k_sc Π_{r=s+1..t} a_rc` (`metattt.ops.channel_decays`; for one decay a head it is a factor). All but two
-products a chunk is done for all chunks together.
+"""Online rules of a linear map without momentum, `W_t = Diag(a_t) W_{t−1} − η_t G_t`, many chunks of tokens at once.
+
+The decay a is of every head or of every input channel. What token s wrote reaches token t as
+`Diag(Π_{r=s+1..t} a_r) k_sᵀ`, so `q_t·k_s` becomes `Σ_c q_tc k_sc Π_{r=s+1..t} a_rc` (`metattt.ops.channel_decays`; for
+one decay a head it is a factor). All but two products a chunk is done for all chunks together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metattt.memory import Memory, newest
 from metattt.ops.channel_decays import Rows, decayed_scores, evenly_decayed_scores
 from metattt.ops.chunk import matmul, solve_unit_lower
 
-CHUNK = {"cpu": 32}  # tokens by device, where the rule leaves it open; on a CPU, joining costs more than products
+CHUNK = {"cpu": 32}  # tokens by device, where the rule leaves it open; more take more products, and fewer operations
 LARGE_CHUNK = 64
 
 
@@ -38,9 +38,8 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
     read_before, gates = read == "exclusive", tokens.gates
     base, count = memory[newest(memory)][name], tokens.views.k.shape[2]
     pairs = count // tokens.views.q.shape[2]
-    by_channel = gates.decay is not None
-    usual = CHUNK.get(tokens.views.k.device.type, LARGE_CHUNK) if by_channel else LARGE_CHUNK
-    size = min(count, max(1, (rule.compute_chunk or usual) // pairs) * pairs)
+    usual = rule.compute_chunk or CHUNK.get(tokens.views.k.device.type, LARGE_CHUNK)
+    size = min(count, max(1, usual // pairs) * pairs)
 
     def split(x: Tensor, fill: float = 0.0) -> Tensor:
         """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
@@ -59,6 +58,7 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
     rows = [Rows(p, rule.gradient_at == "previous")] if erases else []
     rows += [] if read is None else [Rows(q, read_before)]
     columns = [k] if b is None or not erases else [k, b]
+    found: tuple[list[list[Tensor]], Tensor | None, Tensor | None]
     if gates.decay is not None:
         found = decayed_scores(rows, columns, split(gates.decay.exp(), 1.0), matmul_dtype)
     else:
@@ -66,7 +66,7 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
         found = evenly_decayed_scores(rows, columns, decay, matmul_dtype)
     scores, until, left = found
     reached = [row.decayed(until) for row in rows]
-    lost = torch.cat([column * left for column in columns], -2).mT
+    lost = torch.cat(columns if left is None else [column * left for column in columns], -2).mT
     # The weights lose Σ columnᵀ (η made): made is `fixed + met W₀` for the erased column, and −v for another one.
     fixed, met, labels = -v, None, None
     if erases:
@@ -79,7 +79,7 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
     starts, weight, makes = [], base, []
     gone = lost[..., -size:] * eta.mT
     others = None if labels is None else matmul(lost[..., :size], labels, matmul_dtype)
-    given = (fixed, met, gone, others, until[..., -1:, :].mT)
+    given = (fixed, met, gone, others, None if until is None else until[..., -1:, :].mT)
     by_chunk: list[Iterable[Any]] = [repeat(None) if x is None else x.unbind(2) for x in given]
     for made, through, column, less, keep in zip(*by_chunk, strict=False):
         made = made if through is None else made + matmul(through, weight, matmul_dtype)
@@ -87,7 +87,8 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
         taken = matmul(column, made, matmul_dtype)
         starts.append(weight)
         makes.append(made)
-        weight = keep * weight - (taken if less is None else less + taken)
+        taken = taken if less is None else less + taken
+        weight = (weight if keep is None else keep * weight) - taken
     memory = {**memory, "weights": {name: weight}}
     if read is None:
         return None, memory

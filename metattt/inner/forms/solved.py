@@ -21,7 +21,8 @@ def chunk(
     loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
-    if loop.plan.joins(tokens):
+    gates = tokens.gates
+    if gates.decay is not None or (loop.plan.by_chunks and gates.beta is None and gates.weight_lr is None):
         return chunks.chunk(loop, tokens, memory, read)
     how = loop.rule.coefficients(tokens.gates, phase, memory, read or "inclusive")
     before = how if read == "exclusive" else _row_before(how, newest(memory))
