@@ -63,6 +63,7 @@ class LanguageModeling(OuterLoop):
         self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
+        self.knows_bytes = bool(token_bytes.any())
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
@@ -144,7 +145,7 @@ class LanguageModeling(OuterLoop):
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         sums = self._sums(ids)
-        self.add_to_step(batch_idx, **_figures(sums))
+        self.add_to_step(batch_idx, **self._figures(sums))
         # divided by what the processes read on average: of one window, some may have a token more than others
         whole = 1 if self.line is None else self.line.size
         return sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
@@ -162,7 +163,13 @@ class LanguageModeling(OuterLoop):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
-        self.add_to_validation(**_figures(self.sums(ids)))
+        self.add_to_validation(**self._figures(self.sums(ids)))
+
+    def _figures(self, sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Nats per token and, where the bytes of tokens are known, bits per byte, from what `sums` returns."""
+        nats, num_tokens, num_bytes = sums.double()
+        bits = {"bits_per_byte": (nats / math.log(2), num_bytes)} if self.knows_bytes else {}
+        return {"loss": (nats, num_tokens)} | bits
 
     def on_validation_epoch_end(self) -> None:
         if self.line is not None:
@@ -190,12 +197,6 @@ class LanguageModeling(OuterLoop):
                     "training.chunk=null"
                 )
         return super().configure_optimizers()
-
-
-def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Nats per token and bits per byte, from the result of `LanguageModeling.sums`."""
-    nats, num_tokens, num_bytes = sums.double()
-    return {"loss": (nats, num_tokens), "bits_per_byte": (nats / math.log(2), num_bytes)}
 
 
 class TextJob(Job):
@@ -254,12 +255,16 @@ class TextJob(Job):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LossCurve):
                 callback.baselines = {f"order-{n} byte model": bits for n, bits in self.baselines.items()}
+                if not data.tokenizer.token_bytes.any():
+                    callback.metric, callback.label = "loss", "nats per token"
 
     def items(self) -> int:
         return int(self.data.context_length)
 
     def results(self, known: Mapping[str, float]) -> Sequence[Sequence[str]]:
         """The model against the baselines."""
+        if "bits_per_byte" not in known:
+            return [("validation", "nats per token"), ("model", f"{known['loss']:.4f}")]
         bits = known["bits_per_byte"]
         rows = [("validation", "bits per byte"), ("model", f"{bits:.4f}")]
         for order, baseline in self.baselines.items():

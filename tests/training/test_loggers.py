@@ -127,6 +127,21 @@ def empty(*overrides: str) -> Any:
         return instantiate_model(cfg)
 
 
+def test_a_tokenizer_that_loses_spaces_has_no_bits_per_byte(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[UNK]", "<s>", "</s>"]
+    words.train([str(one) for one in Path("texts").glob("*")], trainers.WordLevelTrainer(special_tokens=special))
+    words.save("words.json")
+    assert main(["prepare", "source=texts", "tokenizer=words.json", "target=shards", "workers=1", "validation_fraction=0.3"]) == 0
+    own = [word for word in TINY if "max_bytes" not in word]
+    assert main(["train", *own, "data=shards", "data.path=shards", "output_dir=run", "trainer.max_steps=2"]) == 0
+    assert "nats per token" in capsys.readouterr().out
+    assert logged("validation/loss") and not logged("validation/bits_per_byte") and Path("run/loss_curve.png").is_file()
+
+
 def test_operations_of_a_window() -> None:
     """The backbone by hand; of the layers, that an inner loop costs what its MLP costs, and that alike blocks are alike."""
     cfg = compose("dim=8", "num_heads=2", job="language_model")
