@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,17 @@ def _inside(key: str, owners: Iterable[str]) -> bool:
 
 def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | None:
     """Compares the data of a resumed run, which is set up, with that in the record of its checkpoint. Other data at a
-    place that the command line gives (`moved`) raises an error; of other data at the old place, a line says so."""
+    place that the command line gives (`moved`) raises an error, as do classes of other names or in another order; of
+    other data at the old place, a line says so."""
     before, now = record.get("data"), data.fingerprint()
-    if before == now:
+    classes, named = record.get("classes"), getattr(data, "class_names", None)
+    if classes and named and list(classes) != list(named):
+        one, other = next((a, b) for a, b in zip_longest(classes, named) if a != b)
+        raise MetaTTTError(
+            f"data.path={getattr(data, 'path', None)} has the class {other!r} where the run that is resumed has {one!r}: "
+            "give folders their names back, or start a run with init_from=<the checkpoint>"
+        )
+    if before == now or str(now).startswith(f"{before} "):  # a record from before names were in it
         return None
     if moved:
         raise MetaTTTError(

@@ -208,6 +208,12 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
     assert len(found) == 8 and {name for one in found for name in one.classes} == {"cat", "dog"}
     scores = evaluated(f"checkpoint={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}", "data.batch_size=3")["run"]
     assert scores.images == 8 and scores.top5 == 1
+    for split in ("train", "val"):  # labels would be permuted
+        (tmp_path / "data" / split / "cat").rename(tmp_path / "data" / split / "eel")
+    with pytest.raises(MetaTTTError, match="has the class 'dog' where the run that is resumed has 'cat'"):
+        train(compose(f"resume={tmp_path / 'run'}", "trainer.max_steps=3"))
+    for split in ("train", "val"):
+        (tmp_path / "data" / split / "eel").rename(tmp_path / "data" / split / "cat")
     shutil.rmtree(tmp_path / "data" / "val" / "cat")  # eval has the run's numbers, and needs no training images
     given = (f"checkpoint={tmp_path / 'run'}", f"data.validation_path={tmp_path / 'data' / 'val'}")
     (tmp_path / "data" / "train").rename(tmp_path / "moved")
