@@ -113,8 +113,8 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
     if classes and named and list(classes) != list(named):
         one, other = next((a, b) for a, b in zip_longest(classes, named) if a != b)
         raise MetaTTTError(
-            f"data.path={getattr(data, 'path', None)} has the class {other!r} where the run that is resumed has {one!r}: "
-            "give folders their names back, or start a run with init_from=<the checkpoint>"
+            f"data.path={getattr(data, 'path', None)} has the class {other!r} where the run that is resumed has "
+            f"{one!r}: give folders their names back, or start a run with init_from=<the checkpoint>"
         )
     if before == now or str(now).startswith(f"{before} "):  # a record from before names were in it
         return None
