@@ -211,6 +211,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
 
     def _open(self, split: str) -> Any:
         name, files = self.path, self.files
+        tabs = {"sep": "\t"} if files is None and ".tsv" in Path(name).suffixes else {}
         if files is None and ("://" in name or is_local(name)):
             kinds = [FOREIGN[suffix] for suffix in Path(name).suffixes if suffix in FOREIGN]
             kind = next(filter(None, kinds), None)
@@ -222,7 +223,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
             name, files = kind, name if "://" in name else str(path_of(name, "data.path"))
         if files is not None and not isinstance(files, str):
             files = [str(file) for file in files]
-        return load(name, self.config, split, self.text_key, files, "data.path", streaming=True)
+        return load(name, self.config, split, self.text_key, files, "data.path", streaming=True, **tabs)
 
     def _held_out(self) -> np.ndarray:
         """The validation windows `[N, T + 1]`."""

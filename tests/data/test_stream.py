@@ -84,6 +84,12 @@ def test_null_is_an_empty_text(tmp_path: Path) -> None:
     assert np.array_equal(reader(str(tmp_path / "null.jsonl")).read(8), all_tokens(["one", "two"]))
 
 
+def test_columns_between_tabs(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("text\tid\none, and more\t1\ntwo\t2\n")
+    data = StreamData(str(tmp_path / "a.tsv"), context_length=7)
+    assert [row["text"] for row in data._open("train")] == ["one, and more", "two"]
+
+
 def test_windows_of_a_block_are_all_there_in_another_order(files: str) -> None:
     width, block = 9, 6
     windows = StreamWindows(reader(files), width, block, seed=1)
