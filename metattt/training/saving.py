@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Timer
 from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.rolling import path_of, prune
 from metattt.checkpoints.trained import read_checkpoint
+from metattt.data.base import ReadError
 from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError
 from metattt.registry import register
@@ -142,6 +143,12 @@ class Checkpoints(WithSettings, Callback):
         self._running = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Data that cannot be read costs no step: they are saved, where one process trains and no batch is under way."""
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        between = batches.ready == batches.completed and batches.completed % trainer.accumulate_grad_batches == 0
+        alone = self._running and trainer.training and self._ranks is None
+        if isinstance(exception, ReadError) and alone and between and trainer.global_step > self._saved_step:
+            self._save(trainer, between_steps=True)
         self._running = False
         self._requests.stop_listening()
 

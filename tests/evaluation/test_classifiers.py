@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from runs_for_tests import log, steps
 
 import metattt
 from metattt.checkpoints.folder import write_checkpoint
@@ -19,6 +21,7 @@ from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
+from metattt.data.images import CheckedImages, CorruptImage
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.evaluation.predict import predict
@@ -224,6 +227,34 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
         evaluated(*given)
     with pytest.raises(MetaTTTError, match="moved has no folder validation"):
         evaluated(*given[:1], f"data.path={tmp_path / 'moved'}")
+
+
+def test_an_image_that_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps before it are saved; the run goes on from them, and ends as one that read it."""
+    for name, number in itertools.product(("train/a", "train/b", "val/a", "val/b"), range(8)):
+        (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "data" / name / f"{number}.png")
+    given = (
+        "experiment=imagenet_patch/mttt_mlp", "dim=16", "num_heads=2", "model.depth=1", f"data.path={tmp_path / 'data'}",
+        "data.img_size=16", "model.img_size=16", "model.patch_size=4", "data.batch_size=2", "data.num_workers=0", "trainer.max_steps=6",
+        "training.warmup_steps=1", "model.num_classes=2", "trainer.accelerator=cpu", "trainer.precision=32", "trainer.log_every_n_steps=1",
+        "trainer.val_check_interval=6",
+    )  # fmt: skip
+    assert train(compose(*given, f"output_dir={tmp_path / 'whole'}")) == 0
+    read, count = CheckedImages.__getitem__, itertools.count(1)
+
+    def damaged(self: CheckedImages, index: int) -> Any:
+        if next(count) == 9:
+            raise CorruptImage("CorruptImage: 4.png cannot be read")
+        return read(self, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedImages, "__getitem__", damaged)
+        with pytest.raises(CorruptImage):
+            train(compose(*given, f"output_dir={tmp_path / 'run'}"))
+    assert steps(tmp_path / "run") == [4] and train(compose(f"resume={tmp_path / 'run'}")) == 0
+    assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
 def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> None:
