@@ -143,7 +143,8 @@ class Checkpoints(WithSettings, Callback):
         self._running = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Data that cannot be read costs no step: they are saved, where one process trains and no batch is under way."""
+        """Data that cannot be read costs no step: what was done is saved, if one process trains and no batch is under
+        way."""
         batches = trainer.fit_loop.epoch_loop.batch_progress.current
         between = batches.ready == batches.completed and batches.completed % trainer.accumulate_grad_batches == 0
         alone = self._running and trainer.training and self._ranks is None
