@@ -2,8 +2,8 @@
 
 An operation has a kernel for each device: in C++ on the CPU, by Triton on a GPU. What they keep for the backward pass
 differs; arguments, shapes and the derivative are the same, and are here. A call of a layer runs the kernel directly, as
-one `torch.autograd.Function`: an operator costs the host more than decoding, or a small model on a GPU, may.
-`torch.compile` sees the operator, one node for all mini-batches, and so do tensors without memory.
+one `torch.autograd.Function`: calling the operator takes time that decoding, and small models on a GPU, do not have.
+`torch.compile` sees the operator, one node for all mini-batches; so do tensors without memory, which it has shapes for.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ def evenly_decayed_scores(
     if decay is not None:
         between, until = decays(decay.squeeze(-1))
         until, left = until.unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
-    found = []
+    found, written = [], (columns[0] if len(columns) == 1 else torch.cat(list(columns), -2)).mT
     for row in rows:
-        products = matmul(row.value, torch.cat(list(columns), -2).mT, matmul_dtype).split(count, -1)
+        products = matmul(row.value, written, matmul_dtype).split(count, -1)
         if between is not None:
             reaches = F.pad(between[..., :-1, :], (0, 0, 1, 0)) if row.before else between
             products = [x * reaches for x in products]
