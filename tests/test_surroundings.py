@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch._inductor import config as inductor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -138,6 +140,23 @@ def test_autocast_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     y.float().square().mean().backward()
     assert types <= {torch.bfloat16} and bool(y.isfinite().all())
     assert x.grad is not None and bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("name", EVERY_LAYER)
+def test_tensors_without_numbers(name: str) -> None:
+    """Shapes, costs and memory are found out on the meta device or with fake tensors: nothing may read a number."""
+    layer = metattt.build(f"layer={name}", dim=32, num_heads=2, seed=0)
+    for device, around in (("cpu", FakeTensorMode(allow_non_fake_inputs=True)), ("meta", nullcontext())):
+        layer.to(device)
+        with around:
+            x = torch.randn(2, 36, 32, device=device)
+            y, state = layer(x)
+            y.sum().backward()
+            assert y.shape == x.shape and y.device == x.device
+            if name not in WHOLE_CALLS:
+                assert layer(x[:, :1], state)[0].shape == (2, 1, 32)
+                with torch.no_grad():
+                    assert layer(x[:, :1], state)[0].shape == (2, 1, 32)
 
 
 @every_form

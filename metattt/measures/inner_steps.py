@@ -15,6 +15,7 @@ from metattt.inner.final import steps
 from metattt.inner.tokens import Tokens, consecutive, each
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import without_autocast
 from metattt.state import State, Tensors
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     pieces = tokens.split(sizes)
     for memory in steps(loop, tokens, loop.start(batch, accum_dtype), blocks, None, after):
         accessor = FastWeights(rule.current(memory, after % rule.mini_batch_size), slow, matmul_dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             parts = [
                 layer.task.loss(learner.predict(accessor, p.k.to(accum_dtype)), p.v.to(accum_dtype)).sum((0, 2))
                 for p in pieces
