@@ -15,7 +15,6 @@ from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.measures.inner_steps import before_each, inner_losses, learns, read_in_pieces
-from metattt.modules import without_autocast
 from metattt.state import Tensors
 
 TOKENS = 32  # looked at in each sequence: whole mini-batches, spread over it
@@ -139,7 +138,7 @@ def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tenso
 def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, accum_dtype: torch.dtype) -> Tensor:
     """ℓ of every token under one set of weights per sequence, `[B, H, n]`; the mean of its pairs, where it gives
     several."""
-    with without_autocast(tokens.k):
+    with torch.autocast(tokens.k.device.type, enabled=False):
         losses = loop.losses(
             FastWeights(weights, loop.slow, loop.matmul_dtype), tokens.k.to(accum_dtype), tokens.v.to(accum_dtype)
         )

@@ -16,7 +16,6 @@ from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.measures.inner_steps import before_each, read_in_pieces
 from metattt.models.language_model import LanguageModel
-from metattt.modules import without_autocast
 from metattt.state import WHOLE_CALL, State
 
 Curves = dict[str, Tensor]
@@ -129,7 +128,7 @@ def _mini_batches(layer: TTTLayer, x: Tensor, state: State | None) -> Iterator[C
     for tokens, *weights in read_in_pieces(layer, x, state, [size] * (x.shape[1] // size)):
         k, v = (view.to(tokens.gates.eta.dtype) for view in (tokens.k, tokens.v))
         slow, found = {name: value.to(k.dtype) for name, value in learner.slow.items()}, {}
-        with without_autocast(k):
+        with torch.autocast(k.device.type, enabled=False):
             for name, fast in zip(("init", "step_0", "step_1"), weights, strict=True):
                 # all tokens of the mini-batch are predicted: a learner that mixes tokens sees those before the last one
                 predicted = learner.predict(FastWeights(fast, slow, tokens.k.dtype), k)[:, :, -1]

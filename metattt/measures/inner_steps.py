@@ -15,7 +15,6 @@ from metattt.inner.final import steps
 from metattt.inner.tokens import Tokens, consecutive, each
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
-from metattt.modules import without_autocast
 from metattt.state import State, Tensors
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     pieces = tokens.split(sizes)
     for memory in steps(loop, tokens, loop.start(batch, accum_dtype), blocks, None, after):
         accessor = FastWeights(rule.current(memory, after % rule.mini_batch_size), slow, matmul_dtype)
-        with without_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
             parts = [
                 layer.task.loss(learner.predict(accessor, p.k.to(accum_dtype)), p.v.to(accum_dtype)).sum((0, 2))
                 for p in pieces
