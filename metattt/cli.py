@@ -265,7 +265,3 @@ def _overview() -> str:
         "filled in"
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -76,6 +76,5 @@ def of_metattt(words: list[str]) -> list[str] | None:
     if words and words[0] == "metattt":
         return words[1:]
     if words and words[0] in ("torchrun", "srun"):
-        start = words.index("metattt.cli") if "metattt.cli" in words else words.index("metattt")
-        return words[start + 1 :]
+        return words[words.index("metattt") + 1 :]
     return None

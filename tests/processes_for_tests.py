@@ -134,7 +134,7 @@ def _program(
     try:
         if words[0] == "-m":
             sys.argv = list(words[1:])
-            sys.modules.pop(words[1], None)  # runpy warns of a module that has been imported
+            sys.modules.pop(f"{words[1]}.__main__", None)  # runpy warns of a module that has been imported
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(words)

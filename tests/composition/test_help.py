@@ -178,6 +178,6 @@ def test_a_reader_that_goes_away_is_no_fault(words: list[str]) -> None:
     """As `metattt ... | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "metattt.cli", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-m", "metattt", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

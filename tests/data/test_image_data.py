@@ -258,7 +258,7 @@ def test_a_folder_trains(folder: Path, tmp_path: Path) -> None:
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """With the same steps, started by the command line as a user starts them."""
     given = ("experiment=digits_pixel/mttt_mlp", *SMALL, "trainer.max_steps=4", "training.warmup_steps=1")
-    command = (sys.executable, "-m", "metattt.cli", "train", *given, "trainer.val_check_interval=2")
+    command = (sys.executable, "-m", "metattt", "train", *given, "trainer.val_check_interval=2")
     logs = []
     for several in ((), ("trainer=ddp", "trainer.devices=2")):
         run = tmp_path / f"run{len(several)}"

@@ -159,7 +159,7 @@ def test_killed_and_started_again_is_as_if_nothing_had_happened(
     corpus: Path, prepared: Path, tmp_path: Path, one: signal.Signals, code: int
 ) -> None:
     target = tmp_path / "killed"
-    command = [sys.executable, "-m", "metattt.cli", "prepare", *settings(corpus, target, "workers=2")]
+    command = [sys.executable, "-m", "metattt", "prepare", *settings(corpus, target, "workers=2")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not (tmp_path / "killed.part" / "new").is_dir() and process.poll() is None:
         time.sleep(0.001)

@@ -302,7 +302,7 @@ def test_runs_of_four_processes_log_the_losses_of_one(
 @pytest.mark.slow
 def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tmp_path: Path) -> None:
     settings = (*TINY, f"data.path={corpus}", f"output_dir={tmp_path / 'run'}", "trainer.devices=2", "trainer.time_ranks=2")
-    result = Program("-m", "metattt.cli", "train", "trainer=time_parallel", *settings, folder=tmp_path).done()
+    result = Program("-m", "metattt", "train", "trainer=time_parallel", *settings, folder=tmp_path).done()
     assert result.returncode == 0 and "2 processes" in result.stdout, result.stderr[-2000:]
     assert_same_log(tmp_path / "run", alone)
 

@@ -86,7 +86,7 @@ class Artifacts:
             (home / "text" / f"{index}.txt").write_text(words)
         for thing in made:
             if not (home / thing).exists():
-                done = Program("-m", "metattt.cli", *shlex.split(MADE[thing].format(**self.paths)), folder=home).done()
+                done = Program("-m", "metattt", *shlex.split(MADE[thing].format(**self.paths)), folder=home).done()
                 if done.returncode:
                     raise RuntimeError(f"{thing} cannot be made: {done.stderr}")
 

@@ -66,7 +66,7 @@ class Life:
             variables = os.environ | {name: str(value) for name, value in names.items() if world > 1}
             folder = run.parent / f"{run.name}.{rank}"
             folder.mkdir(exist_ok=True)
-            self.processes.append(Program("-m", "metattt.cli", *given.split(), folder=folder, environment=variables))
+            self.processes.append(Program("-m", "metattt", *given.split(), folder=folder, environment=variables))
 
     def wait(self) -> list[int | None]:
         """The exit codes; None: a process had not ended by then, or long after another had failed, and was killed."""

@@ -49,7 +49,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     """With joblib, as the issue of every cluster: SIGKILL to the sweep while two cells are under way."""
-    command = [sys.executable, "-m", "metattt.cli", "train", "-m", *TINY, "trainer.max_steps=120", "seed=0,1"]
+    command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=120", "seed=0,1"]
     command += ["layer=linear_attention,retnet", "trainer.val_check_interval=0.5", "hydra.sweep.dir=sweep"]
     command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

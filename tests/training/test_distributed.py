@@ -50,7 +50,7 @@ def together(runs: Path) -> dict[str, tuple[Path, subprocess.CompletedProcess[st
     found = {}
     for strategy in ("ddp", "fsdp"):
         settings = (*TINY, f"data.path={runs / 'corpus'}", f"output_dir={runs / strategy}", "trainer.max_steps=10")
-        command = ("-m", "metattt.cli", "train", *settings, f"trainer={strategy}", "trainer.devices=2")
+        command = ("-m", "metattt", "train", *settings, f"trainer={strategy}", "trainer.devices=2")
         (runs / f"{strategy}_said").mkdir()
         found[strategy] = runs / strategy, Program(*command, folder=runs / f"{strategy}_said").done()
     return found
