@@ -154,6 +154,8 @@ def times(
         calls["forward + backward"][form] = partial(training, layer)
         with suppress(MetaTTTError), torch.inference_mode(), cast():  # there may be no state
             _, state = layer(x[:, :-1])
+            if state is None:
+                continue
             decode(layer, state)
             calls["one token"][form] = partial(decode, layer, state)
     return {title: _in_turn(by_form, rounds) for title, by_form in calls.items()}

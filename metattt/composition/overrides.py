@@ -54,7 +54,7 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
     for override in overrides:
         if not isinstance(override, str):
             raise MetaTTTError(f"{override!r:.100} is not an override: they are texts, such as 'dim=64'")
-    named = [_in_full(left_out(NOTHING.get(override, override))) for override in overrides]
+    named = [in_full(left_out(NOTHING.get(override, override))) for override in overrides]
     prepared = [quote_free_text(override, sweep) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
@@ -98,7 +98,7 @@ def quote_free_text(override: str, sweep: bool = False) -> str:
     if sweep and re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value):
         return override
     if sweep and len(texts := _between_commas(value)) > 1:
-        texts = [text if re.match("['\"]", text) else quoted(text) for text in texts]
+        texts = [text if text == "null" or re.match("['\"]", text) else quoted(text) for text in texts]
         return f"{start}{','.join(texts)}"
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
@@ -131,7 +131,8 @@ def is_of_hydra(key: str) -> bool:
     return re.match(r"hydra\b", key) is not None and key != SEARCH_PATH
 
 
-def _in_full(override: str) -> str:
+def in_full(override: str) -> str:
+    """An override with the whole key that a short one stands for."""
     key, equals, value = override.partition("=")
     return f"{IN_FULL.get(key, key)}{equals}{value}"
 

@@ -165,7 +165,7 @@ class Line:
         """Waits until every message of this process has left: before other messages, and before the line is given
         up."""
         while self._leaving:
-            self._try(self._leaving[0][0].wait)
+            self._leaving[0][0].wait()
             self._leaving.popleft()
 
     def _receive_content(self, slots: Sequence[Slot], source: int) -> list[Tensor]:
@@ -190,24 +190,15 @@ class Line:
         # What leaves must stay until it has left: gloo drops a message that nobody holds, without a word. (It does not
         # tell which have left, either, so the oldest are waited for.)
         while self._leaving and (len(self._leaving) >= MANY or self._leaving[0][0].is_completed()):
-            self._try(self._leaving[0][0].wait)
+            self._leaving[0][0].wait()
             self._leaving.popleft()
-        self._leaving.append((self._try(lambda: dist.isend(content, to, group=group)), content))
+        self._leaving.append((dist.isend(content, to, group=group), content))
 
     def _receive(self, into: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
         started = time.perf_counter()
-        self._try(lambda: dist.recv(into, source, group=group))
+        dist.recv(into, source, group=group)
         self.traffic.waited += time.perf_counter() - started
         return into
-
-    def _try(self, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except RuntimeError as error:
-            raise MetaTTTError(
-                f"process {dist.get_rank()} has lost another one that reads the same sequences "
-                f"({', '.join(map(str, self.ranks))}): {str(error).splitlines()[0]}"
-            ) from error
 
 
 def frame_of(state: Any) -> tuple[Any, list[Slot], list[Tensor]]:

@@ -17,12 +17,14 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from metattt.composition.overrides import key_of, quoted
+from metattt.composition.overrides import in_full, key_of, quoted
 from metattt.errors import MetaTTTError
 from metattt.sweeps.record import OUTPUT, Cell, State, read_cell, write_cell
 from metattt.sweeps.table import read_run
 
 STOPPED = {130: "Ctrl-C", 143: "SIGTERM", 138: "SIGUSR1"}  # exit codes of a run that has written a checkpoint
+STOPPING = ".stopping"
+"""A file in the folder of a sweep that was told to stop: its cells stop as well."""
 GRACE_SECONDS = 5  # after Ctrl-C, which the cell's process may have had as well
 
 
@@ -59,7 +61,7 @@ class RunCell:
             CellFailed: it has not finished, and `raises`.
         """
         hydra = HydraConfig.get()
-        folder, fixed_keys = Path(hydra.runtime.output_dir), set(map(key_of, self.fixed))
+        folder, fixed_keys = Path(hydra.runtime.output_dir), {key_of(in_full(one)) for one in self.fixed}
         fixed = [f"metattt {self.command}", *self.fixed]
         swept = sorted(one for one in hydra.overrides.task if key_of(one) not in fixed_keys)
         before, title = read_cell(folder), " ".join(swept) or "(one)"
@@ -68,12 +70,15 @@ class RunCell:
         if before is not None and before.state == "finished":
             print(f"cell    {title}: finished before", flush=True)
             return read_run(folder).final(self.objective)
+        stopping = Path(hydra.sweep.dir) / STOPPING
+        if stopping.exists():
+            raise KeyboardInterrupt
         print(f"cell    {title} -> {folder}", flush=True)
         began, cell = time.monotonic(), Cell(swept, fixed, "running")
         write_cell(folder, cell)
         place = [f"output_dir={quoted(str(folder))}"] if self.foldered else []
         try:
-            code = self._process(folder, cell, [*self.fixed, *swept, *self.own, *place])
+            code = self._process(folder, cell, stopping, [*self.fixed, *swept, *self.own, *place])
         except BaseException as stop:  # Ctrl-C, and that of a launcher whose time is over
             write_cell(folder, cell._replace(state="stopped", message=type(stop).__name__))
             raise
@@ -94,7 +99,7 @@ class RunCell:
             raise CellFailed(missing or line)
         return value
 
-    def _process(self, folder: Path, cell: Cell, words: Sequence[str]) -> int:
+    def _process(self, folder: Path, cell: Cell, stopping: Path, words: Sequence[str]) -> int:
         """Runs the command in a process of its own (`metattt.sweeps.__main__`); its exit code. A cell that crashes, or
         takes all memory, takes nothing else with it."""
         starter = os.getppid()
@@ -108,6 +113,8 @@ class RunCell:
             while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(0.5)
+                if stopping.exists():
+                    raise KeyboardInterrupt
                 if starter == self.sweeper != os.getppid():  # a worker whose sweep was killed
                     process.terminate()
                     process.wait()

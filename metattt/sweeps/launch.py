@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -19,10 +23,11 @@ from metattt.composition.choices import choices, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.compose import compose
 from metattt.composition.messages import explain_composition
-from metattt.composition.overrides import is_of_hydra, key_of, prepare, quoted
+from metattt.composition.overrides import in_full, is_of_hydra, key_of, prepare, quoted
 from metattt.errors import MetaTTTError
+from metattt.locking import LOCK
 from metattt.optional import need
-from metattt.sweeps.cell import RunCell
+from metattt.sweeps.cell import STOPPING, RunCell
 from metattt.sweeps.record import CELL, read_cell
 from metattt.sweeps.table import tell
 
@@ -34,6 +39,8 @@ PLUGINS = {
     "launcher=submitit_": "hydra_plugins.hydra_submitit_launcher",
     "sweeper=optuna": "hydra_plugins.hydra_optuna_sweeper",
 }
+
+NOTE_SECONDS = 10  # for a cell's process to end, and for its worker to write how
 
 DEFAULTS = (  # a run is found again by what it is; a line for every one says it, its output is in a file
     "hydra/job_logging=none",
@@ -93,14 +100,15 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         _check_folder(folder, [f"metattt {command}", *fixed])
         known = keys_of(command)
         own = ["resume=auto"] if "resume" in known else []
-        own += _trusted(overrides) if "trust" in known else []
+        own += _trusted([text for one, typed in ours for text in _values(one, typed)]) if "trust" in known else []
         objective = str(cfg.get("objective") or "")
         cell = RunCell(command, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
         print(f"sweep   `metattt {command}` -> {folder}", flush=True)
         # deletions are put back by the cell: Hydra's sweepers would write `~key` as `~key=null`
         kept = [text for one, text, _ in given if one.type != OverrideType.DEL]
         try:
-            app.multirun(command, cell, [*_defaults(cfg, fixed), *kept, f"hydra.sweep.dir={quoted(str(folder))}"])
+            with _stopped_by_the_sweep(folder):
+                app.multirun(command, cell, [*_defaults(cfg, fixed), *kept, f"hydra.sweep.dir={quoted(str(folder))}"])
             code = 0
         except KeyboardInterrupt:
             code = 130
@@ -112,8 +120,11 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
     return code or (1 if unfinished else 0)
 
 
-def _values(override: Override) -> list[str]:
-    """The overrides that one with several values stands for; of a range the first, of an interval its ends."""
+def _values(override: Override, typed: str) -> list[str]:
+    """The overrides that one stands for: one with several values for each of them, of a range the first, of an interval
+    its ends; another for itself, as it was typed."""
+    if not override.is_sweep_override():
+        return [typed]
     key = override.get_key_element()
     if override.is_interval_sweep():
         value = override.value()
@@ -127,7 +138,7 @@ def _values(override: Override) -> list[str]:
 
 def _check_every_value(ours: Sequence[tuple[Override, str]], command: str) -> None:
     """Composes single runs in which every value occurs: what is wrong with one shows before anything runs."""
-    values = [_values(one) if one.is_sweep_override() else [typed] for one, typed in ours]
+    values = [_values(one, typed) for one, typed in ours]
     first = [several[0] for several in values]
     compose(*first, job=command)
     for place, several in enumerate(values):
@@ -151,6 +162,38 @@ def _check_folder(folder: Path, fixed: list[str]) -> None:
             )
 
 
+@contextmanager
+def _stopped_by_the_sweep(folder: Path) -> Iterator[None]:
+    """A context in which Ctrl-C first lets the cells write checkpoints: joblib then kills its workers, and all that
+    they have started. A second Ctrl-C does not wait."""
+    mark = folder / STOPPING
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        mark.touch()
+        found = sorted(folder.glob(f"*/{LOCK}"))
+        for file in found:
+            with FileLock(file):  # which a training run holds until it has written all
+                file.unlink(missing_ok=True)
+        end = time.monotonic() + NOTE_SECONDS
+        while any(_runs(file.parent) for file in found) and time.monotonic() < end:
+            time.sleep(0.1)
+        signal.default_int_handler(signal.SIGINT, None)
+
+    mark.unlink(missing_ok=True)
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        mark.unlink(missing_ok=True)
+
+
+def _runs(folder: Path) -> bool:
+    cell = read_cell(folder)
+    return cell is not None and cell.state == "running"
+
+
 def _trusted(overrides: Sequence[str]) -> list[str]:
     """The modules of the user's whose classes the overrides name: a checkpoint of a run may name them as well."""
     named = [one.partition("=")[2] for one in overrides if one.partition("=")[0].endswith("._target_")]
@@ -161,7 +204,7 @@ def _trusted(overrides: Sequence[str]) -> list[str]:
 
 def _defaults(cfg: DictConfig, fixed: Sequence[str]) -> list[str]:
     """Settings of Hydra's that a sweep has where nobody says otherwise."""
-    keys = ",".join(quoted(key_of(one)) for one in fixed)
+    keys = ",".join(quoted(key_of(in_full(one))) for one in fixed)
     settings = [*DEFAULTS, f"hydra.job.config.override_dirname.exclude_keys=[{keys}]"]
     if cfg.hydra.runtime.choices.get("hydra/sweeper") == "optuna":
         settings.append("hydra.sweeper.max_failure_rate=1.0")  # one bad run does not stop the others

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from metattt.errors import MetaTTTError, check_choice
@@ -136,9 +137,10 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     if not console.is_terminal:  # a file has no width
         console.width = 160
     for title, (head, *lines) in zip((f"{folder}, by {by}", "over seeds"), tables, strict=False):
-        table = Table(*(one.replace("validation/", "") for one in head), title=title, title_justify="left")
+        names = (escape(one.replace("validation/", "")) for one in head)
+        table = Table(*names, title=escape(title), title_justify="left")
         for line in lines:
-            table.add_row(*line)
+            table.add_row(*map(escape, line))
         console.print(table)
     for run in found:
         if run.message:

@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ class Found(NamedTuple):
 
 class Run(NamedTuple):
     """The results of one or several calls on a sequence: outputs `[B, T, D]`, final state, gradients by parameter name
-    (and
-    `x`)."""
+    (and `x`)."""
 
     y: Tensor
     state: State
@@ -171,8 +170,7 @@ def run(
             y, state = layer(x[:, piece], state, mask=_cut(mask, piece), reset=_cut(reset, piece))
             ys.append(y)
     y = torch.cat(ys, dim=1)
-    assert state is not None
-    return Run(y.detach(), state, gradients(layer, x, (y * cotangent(y)).sum()) if grads else {})
+    return Run(y.detach(), cast(State, state), gradients(layer, x, (y * cotangent(y)).sum()) if grads else {})
 
 
 def gradients(layer: TTTLayer, x: Tensor, loss: Tensor) -> Tensors:

@@ -3,6 +3,7 @@ first checkpoint. A folder has one run at a time, no run overwrites another, and
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -173,11 +174,14 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
             clear = partial(remove_run, folder)
     if source is not None:
         check_paths(cfg, given.given)
-    complete = 0 < cfg.trainer.get("max_steps", -1) <= done and _is_validated(cfg, done)
+    last = _validations(cfg, done)
+    complete = 0 < cfg.trainer.get("max_steps", -1) <= done and len(last) > 0
     if complete:
         line = f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>"
         if given.resume != AUTO:
             raise MetaTTTError(line)
+        if not math.isfinite(last[-1]):  # again: a sweep that goes on takes it for no result either
+            raise MetaTTTError(f"{line}; its last validation loss is {last[-1]}: overwrite=true starts it again")
         say(line)
     elif given.resume == AUTO and ended_early(content):
         complete = True
@@ -275,11 +279,11 @@ def _end_at(done: int, cfg: DictConfig, folder: Path) -> Callable[[], None]:
     return partial(rolling.remove_newer, folder, done)
 
 
-def _is_validated(cfg: DictConfig, step: int) -> bool:
-    """Whether the validation after the last step is in the log; True without a CSV log."""
+def _validations(cfg: DictConfig, step: int) -> list[float]:
+    """The losses of validations after a step in the logs, 0 where a validation has none; one 0 without a CSV log."""
     logs = _logs(cfg)
-    rows = (row for path in logs for row in read_rows(path)[0])
-    return not logs or any(int(row[STEP]) == step and of_validation(row) for row in rows)
+    rows = [row for path in logs for row in read_rows(path)[0] if int(row[STEP]) == step and of_validation(row)]
+    return [float(row.get("validation/loss") or 0) for row in rows] if logs else [0.0]
 
 
 def _set_aside(checkpoints: Iterable[Path]) -> None:

@@ -94,6 +94,7 @@ def test_overrides_that_are_not_text_are_left_alone() -> None:
     assert quote_free_text("checkpoint=/a=b/x.ckpt") == "checkpoint='/a=b/x.ckpt'"
     assert quote_free_text("checkpoint=[/a=b/x, c d]") == "checkpoint=['/a=b/x','c d']"
     assert quote_free_text("checkpoint=/a=b/x,'c, d'", sweep=True) == "checkpoint='/a=b/x','c, d'"
+    assert quote_free_text("init_from=null,run", sweep=True) == "init_from=null,'run'"
     assert quote_free_text("checkpoint=glob(*)", sweep=True) == "checkpoint=glob(*)"
 
 

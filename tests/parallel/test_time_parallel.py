@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import ProcessExitedException
 
 from metattt.cli import main
 from metattt.composition.compose import build, compose
@@ -428,25 +427,3 @@ def many_messages() -> int:
 def test_no_message_is_lost_when_the_reader_is_late() -> None:
     ((_, read),) = together(2, [(many_messages, ())], seconds=100)
     assert read == MANY + 20
-
-
-def one_that_ends(said: str) -> str:
-    """In one of the processes: the first ends before it sends what the second waits for."""
-    line = Line(init_device_mesh("cpu", (2,)))
-    if line.first:
-        os._exit(1)
-    try:
-        line.receive_frame(0)
-    except MetaTTTError as error:
-        Path(said).write_text(str(error))
-        os._exit(2)
-    return "nothing"
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_is_one_line_in_the_next(tmp_path: Path) -> None:
-    said = tmp_path / "said.txt"
-    with pytest.raises(ProcessExitedException, match="exit code"):
-        together(2, [(one_that_ends, (str(said),))], seconds=100)
-    assert "process 1 has lost another one that reads the same sequences (0, 1)" in said.read_text()
-    assert len(said.read_text().splitlines()) == 1

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from metattt.cli import main
 from metattt.errors import MetaTTTError
+from metattt.sweeps.launch import _trusted, _values
 from metattt.sweeps.record import CELL, LONGEST_NAME, Cell, cell_name, read_cell, write_cell
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
 
@@ -88,6 +90,32 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     third = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert third.returncode == 0 and third.stdout.count("finished before") == 4
     assert "->" not in third.stdout.partition("\n")[2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_waits_for_checkpoints(here: Path) -> None:
+    """Joblib ends at Ctrl-C what its workers have started: the cells are asked first, and no further one begins."""
+    command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=4000", "seed=0,1,2"]
+    command += ["callbacks.checkpoint.every_steps=3000", "hydra.sweep.dir=sweep"]
+    command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    with (here / "said.txt").open("w") as output:
+        sweep = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    end = time.monotonic() + 240
+    while len(list((here / "sweep").glob("*/metrics.csv"))) < 2 and time.monotonic() < end:
+        assert sweep.poll() is None, (here / "said.txt").read_text()
+        time.sleep(0.05)
+    os.killpg(sweep.pid, signal.SIGINT)
+    assert sweep.wait(120) == 130
+    assert states(here / "sweep") == {"seed=0": "stopped", "seed=1": "stopped"}
+    assert len(list((here / "sweep").glob("*/checkpoints/step-*/checkpoint.json"))) == 2
+    assert not list((here / "sweep").glob(".*"))
+
+
+def test_own_classes_are_trusted() -> None:
+    words = ["learner._target_=choice(a.b.C,d.E)", "task._target_=metattt.tasks.Reconstruction", "seed=0,1"]
+    parsed = OverridesParser.create().parse_overrides(words)
+    values = [text for one, typed in zip(parsed, words, strict=True) for text in _values(one, typed)]
+    assert _trusted(values) == ["trust=[a.b,d]"] and _trusted([*values, "trust=[x]"]) == []
 
 
 @pytest.mark.slow
@@ -215,6 +243,14 @@ def test_the_table_is_sorted_and_whole(tmp_path: Path, capsys: pytest.CaptureFix
     text = (tmp_path / "runs.md").read_text()
     assert "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
     assert (tmp_path / "runs.png").stat().st_size > 5000
+
+
+def test_brackets_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", [(5, 1.0)], swept=["data.path=[/a,/b]", "model.blocks=[ttt_mlp,attention]"])
+    make(tmp_path / "b", [(5, 2.0)], swept=["data.path=[/a]", "model.blocks=[ttt_mlp]"])
+    assert tell(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "[/a,/b]" in out and "[ttt_mlp,attention]" in out
 
 
 def test_any_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

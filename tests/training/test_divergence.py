@@ -175,6 +175,8 @@ def test_a_validation_that_is_not_finite_is_said(
     assert main(["train", *settings]) == 2 and read_checkpoint(tmp_path / "run")["global_step"] == 6
     said = capsys.readouterr().err
     assert "step 6: the validation loss is nan; lower training.lr" in said and "the last validation loss is nan: lower" in said
+    assert main(["train", *settings, "resume=auto"]) == 2  # nor does it become a result when it is called again
+    assert "complete at step 6" in (said := capsys.readouterr().err) and "its last validation loss is nan" in said
 
 
 def test_a_run_that_does_not_recover_stops(settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
