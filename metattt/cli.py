@@ -14,7 +14,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,9 +75,6 @@ COMMANDS = {  # name: (what it does, its function)
 NAMED = {"runs": ("folder", r"[^=-][^=]*")}
 """Commands whose first word may be a value alone: its key, and what it looks like."""
 
-MOVED = {"bench": ("speed.py layer", r"\w+"), "reproduce": ("claims.py", r".*")}
-"""Former commands that are scripts of the repository now, and the form of their first argument."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for a mistake of the user's, 130 after Ctrl-C.
@@ -108,19 +104,15 @@ def _main(arguments: Sequence[str] | None) -> int:
         print(_overview())
         return 0 if given else 2
     if given[0] == "--version":
-        print(f"metattt {_version()}")
+        from metattt import __version__
+
+        print(f"metattt {__version__}")
         return 0
     if given[0] in ("-sc", "--shell-completion"):  # as Hydra's scripts for shells call it
         given.insert(0, "train")
     command, words = given[0], given[1:]
     if command in NAMED and words and re.fullmatch(NAMED[command][1], words[0]):
         words[0] = f"{NAMED[command][0]}={words[0]}"
-    first = words[0] if words else ""
-    if command in MOVED and re.fullmatch(MOVED[command][1], first):
-        script = MOVED[command][0] if not first or "=" in first else f"{MOVED[command][0].split()[0]} {first}"
-        script = "gpu.py" if script == "speed.py gpu" else script
-        told = f"`metattt {command} {first}".rstrip()
-        return _fail(f"{told}` has moved: in a checkout of the repository, python benchmarks/{script}")
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f" Did you mean `metattt {near[0]}`?" if near else ""
@@ -140,12 +132,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         return _fail(_explained(error, command, cfg[0] if cfg else None))
 
 
-def _see_the_working_directory() -> None:
-    """Makes modules of the current folder importable, as `python -m` does; installed modules take precedence."""
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
-
-
 def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     """Runs a command, or prints what Hydra's options ask for; `composed` receives the configuration."""
     what, function = COMMANDS[command]
@@ -154,7 +140,8 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
 
         print(help_of(command, what, words))
         return 0
-    _see_the_working_directory()
+    if not {"", os.getcwd()} & set(sys.path):  # modules of the current folder, as `python -m` has them; installed first
+        sys.path.append(os.getcwd())
     from metattt.composition.application import complete, parse, show
 
     options = parse(words, command)
@@ -230,8 +217,6 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
         advice = ": the limit is that of `ulimit -f`" if error.errno == errno.EFBIG else advice
         place = error.filename or (None if cfg is None else cfg.get("output_dir"))  # a write that failed names no file
         return f"{place}: {error.strerror}{advice}" if place else f"{error.strerror}{advice}"
-    if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error)):  # half way
-        return "a checkpoint cannot be written whole: the disk is full; free some, or choose a folder on another disk"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
         more = f" for another {tried[1]}" if tried else ""
@@ -245,13 +230,6 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
 def _fail(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 2
-
-
-def _version() -> str:
-    try:
-        return version("metattt")
-    except PackageNotFoundError:
-        return "(not installed: run from its sources)"
 
 
 def _overview() -> str:
