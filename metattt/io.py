@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
 from metattt.errors import MetaTTTError
 
 LONGEST = 256 * 2**20  # the largest size of a text, bytes
-DEPTH = 20  # of nested lists and objects in a record of ours; real ones have three
+DEPTH = 64  # of nested lists and objects in a JSON text
 
 
 def path_of(given: Any, key: str) -> Path:
@@ -88,22 +88,16 @@ def read_text(file: Path, limit: int = LONGEST) -> str:
         raise MetaTTTError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def parse(text: str, name: str, depth: int = DEPTH, finite: bool = True) -> Any:
-    """Parses a JSON text. Keys that occur twice and deep nesting raise an error.
-
-    Args:
-        text: the text.
-        name: where it is from, for messages.
-        depth: of nested lists and objects, at most.
-        finite: NaN and infinity raise an error, too.
+def parse(text: str, name: str) -> Any:
+    """Parses a JSON text, which may hold any numbers; `name` says where it is from, for messages.
 
     Raises:
-        MetaTTTError: the text is not valid.
+        MetaTTTError: the text is not valid, a key occurs twice, or it is nested too deep.
     """
-    if _depth(text) > depth:
-        raise MetaTTTError(f"{name} is damaged: it is nested more than {depth} deep")
+    if _depth(text) > DEPTH:
+        raise MetaTTTError(f"{name} is damaged: it is nested more than {DEPTH} deep")
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number if finite else None)
+        return json.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
         raise MetaTTTError(f"{name} is damaged: {error}") from error
 
@@ -127,17 +121,13 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number")
-
-
-def read_object(file: Path, limit: int = LONGEST, depth: int = 64) -> dict[str, Any]:
-    """The object in a JSON file, which may hold any numbers.
+def read_object(file: Path, limit: int = LONGEST) -> dict[str, Any]:
+    """The object in a JSON file.
 
     Raises:
         MetaTTTError: as `inside`, `read_text` and `parse`; it holds no object.
     """
-    content = parse(read_text(inside(file.parent, file.name), limit), str(file), depth, finite=False)
+    content = parse(read_text(inside(file.parent, file.name), limit), str(file))
     if not isinstance(content, dict):
         raise MetaTTTError(f"{file} does not hold a configuration but {type(content).__name__}")
     return content
@@ -146,6 +136,11 @@ def read_object(file: Path, limit: int = LONGEST, depth: int = 64) -> dict[str, 
 def digest(content: bytes) -> str:
     """The checksum of some bytes (XXH3, 128 bits)."""
     return str(xxhash.xxh3_128_hexdigest(content))
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """The checksum of plain data, not of its text: white space and the order of keys do not count."""
+    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def checksum(file: Path) -> str:

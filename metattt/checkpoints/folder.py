@@ -40,7 +40,7 @@ from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.tensors import TENSOR, UNREADABLE, alone, damaged, put_together, save, take_apart
 from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, checksum, digest, inside, read_object, read_text, sync, write_whole
+from metattt.io import check_own, checksum, inside, read_object, read_text, seal, sync, write_whole
 
 CONTENT = "checkpoint.json"
 TOKENIZER = "tokenizer.json"  # of the `tokenizers` library
@@ -70,11 +70,6 @@ def standing(path: Path) -> Path:
     return old if old.exists() and not path.exists() else path
 
 
-def canonical(content: Mapping[str, Any]) -> bytes:
-    """What the checksum of a `checkpoint.json` is of."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -88,7 +83,7 @@ def read_content(folder: Path) -> dict[str, Any]:
     content = read_object(path)
     if content.get("format") != FORMAT:
         raise MetaTTTError(f"{path} is not a checkpoint of metattt: its format is {str(content.get('format'))[:40]!r}")
-    if content.pop("checksum", None) != digest(canonical(content)):
+    if content.pop("checksum", None) != seal(content):
         raise MetaTTTError(f"{path} is damaged or was edited: it is not what was written (checksum)")
     files = content.get("files")
     if not isinstance(files, dict) or not isinstance(content.get("content"), dict):
@@ -308,7 +303,7 @@ def write_checkpoint(folder: Path, content: Mapping[str, Any], together: bool = 
             write_whole(new / TOKENIZER, tokenizer.encode())
             files[TOKENIZER] = _about(new / TOKENIZER)
         said = {"format": FORMAT, **record, "files": files, "content": rest}
-        signed = {"checksum": digest(canonical(said)), **said}
+        signed = {"checksum": seal(said), **said}
         write_whole(new / CONTENT, (json.dumps(signed, indent=1) + "\n").encode())
         take_place(new, folder)
 
@@ -373,5 +368,4 @@ def _about(file: Path) -> dict[str, Any]:
 def _unwritten(folder: Path, error: BaseException) -> MetaTTTError:
     full = "No space left" in str(error)
     advice = "; the disk is full: free some, or choose a folder on another disk" if full else ""
-    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return MetaTTTError(f"{folder} cannot be written: {said.splitlines()[0]}{advice}")
+    return MetaTTTError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or first_line(error)}{advice}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from metattt.errors import MetaTTTError
-from metattt.io import digest, read_object, write_whole
+from metattt.io import read_object, seal, write_whole
 
 MANIFEST = "manifest.json"
 TOKENS, DOCUMENTS, TOKENIZER = "tokens.bin", "documents.bin", "tokenizer.json"
@@ -33,16 +33,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     content = read_object(file, 2**20)
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise MetaTTTError(f"{file} is not of this release of metattt prepare: prepare the text again, in a new folder")
-    if content.pop("checksum", None) != _checksum(content):
+    if content.pop("checksum", None) != seal(content):
         raise MetaTTTError(f"{file} is not as metattt prepare wrote it (checksum): it is damaged or was edited")
     return content
 
 
 def write_signed(file: Path, content: Mapping[str, Any]) -> None:
     """Writes plain data with its own checksum."""
-    write_whole(file, json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode())
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    """Of the data, not of the text: white space and the order of keys do not count."""
-    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    write_whole(file, json.dumps({**content, "checksum": seal(content)}, indent=1).encode())

@@ -22,7 +22,6 @@ from metattt.checkpoints.folder import (
     CONTENT,
     NEW,
     WEIGHTS,
-    canonical,
     load_parts,
     verify,
     write_checkpoint,
@@ -42,7 +41,7 @@ from metattt.checkpoints.tensors import put_together, read_tensors, take_apart, 
 from metattt.checkpoints.trained import check_numbers, load_model
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, checksum, digest
+from metattt.io import check_own, checksum, seal
 
 SMALL = ("dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "model.vocab_size=16")
 
@@ -275,7 +274,7 @@ def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
         stored["files"][file.name] = {"bytes": file.stat().st_size, "xxh3": checksum(file)}
 
     def sign() -> None:
-        (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": digest(canonical(stored)), **stored}))
+        (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": seal(stored), **stored}))
 
     sign()
     assert same(read(tmp_path / "step")[WEIGHTS], {"w": whole, "alone": alone})

@@ -17,13 +17,13 @@ from omegaconf import OmegaConf
 
 import metattt.configs
 from metattt.checkpoints.files import find_checkpoint
-from metattt.checkpoints.folder import CONTENT, canonical
+from metattt.checkpoints.folder import CONTENT
 from metattt.checkpoints.record import VERSION, make_record, to_names, to_targets
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.composition.compose import compose, load_components
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
-from metattt.io import digest
+from metattt.io import seal
 from metattt.registry import REGISTERED, VERSIONS, register
 from metattt.training.resume import resumed
 from metattt.training.train import train
@@ -72,7 +72,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     content = json.loads(file.read_text())
     del content["checksum"]
     change(content)
-    file.write_text(json.dumps({"checksum": digest(canonical(content)), **content}))
+    file.write_text(json.dumps({"checksum": seal(content), **content}))
     return path
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from metattt.checkpoints.folder import CONTENT, canonical
-from metattt.io import digest
+from metattt.checkpoints.folder import CONTENT
+from metattt.io import seal
 
 CALLS: dict[str, dict[str, Any]] = {
     "os.system": {"_args_": ["touch {canary}"]},
@@ -114,7 +114,7 @@ def _put(place: list[str], value: Any, copy: Path, canary: Path) -> None:
         for key in place[:-1]:
             owner = owner[key]
         owner[int(place[-1]) if isinstance(owner, list) else place[-1]] = json.loads(filled)
-        file.write_text(json.dumps({"checksum": digest(canonical(content)), **content}))
+        file.write_text(json.dumps({"checksum": seal(content), **content}))
 
 
 def _call_in_yaml(node: dict[str, Any], copy: Path, canary: Path) -> None:
