@@ -97,9 +97,7 @@ def forms_of(cfg: DictConfig, device: torch.device) -> tuple[dict[str, SequenceL
     return found, missing
 
 
-def checks(
-    forms: Mapping[str, SequenceLayer], device: torch.device, length: int
-) -> dict[str, tuple[float, float]]:
+def checks(forms: Mapping[str, SequenceLayer], device: torch.device, length: int) -> dict[str, tuple[float, float]]:
     """Name -> relative error and its bound: forms against the oracle, one call against two. `length` (tokens): of the
     calls of a layer to which a call is more than its tokens."""
     found: dict[str, tuple[float, float]] = {}

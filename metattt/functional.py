@@ -42,10 +42,8 @@ def with_values(module: M, values: Mapping[str, Tensor]) -> M:
         for registry in (part._parameters, part._buffers):
             for name, tensor in registry.items():
                 registry[name] = new.get(id(tensor), tensor)  # type: ignore[assignment]
-    for (
-        name,
-        value,
-    ) in values.items():  # also where nothing stands now, as in a module that holds its parameters for a call only
+    # also where nothing stands now, as in a module that holds its parameters for a call only
+    for name, value in values.items():
         path, _, attribute = name.rpartition(".")
         part = made.get_submodule(path)
         held: Any = part._buffers if attribute in part._buffers else part._parameters

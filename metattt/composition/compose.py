@@ -202,21 +202,16 @@ def _check_chosen(cfg: DictConfig, overrides: list[str]) -> None:
     """Refuses the choice of a part that the layer does not have, as one that is a single recurrence has none, and its
     settings."""
     layer = cfg.get("layer")
-    for override in overrides if isinstance(layer, DictConfig) else ():
+    written = OmegaConf.to_yaml(layer) if isinstance(layer, DictConfig) else ""
+    for override in overrides if written else ():
         key, _, value = override.partition("=")
         part, _, setting = key.lstrip("+").partition(".")
-        if part in LAYER_PARTS and value != "null" and part not in parts_of(layer):
+        if part in LAYER_PARTS and value != "null" and f"${{{part}}}" not in written:
             does = "sets" if setting else "chooses"
             raise MetaTTTError(
                 f"`{override}` {does} nothing: this layer has no {part}; leave it out, or choose a layer that has one, "
                 "e.g. layer=ttt_linear"
             )
-
-
-def parts_of(layer: DictConfig) -> list[str]:
-    """The parts, of those chosen at the root of the configuration, that a layer is made of; none of a mixer."""
-    written = OmegaConf.to_yaml(layer)
-    return [part for part in LAYER_PARTS if f"${{{part}}}" in written]
 
 
 def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, DictConfig]]:

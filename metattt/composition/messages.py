@@ -54,12 +54,6 @@ def wrong_type(full_key: str, value: object, hint: Any) -> str:
     return f"`{full_key}={shown(value)}` is not allowed: expected {_type_name(hint)}."
 
 
-def wrong_type_in(parent: DictConfig, key: Any, full_key: str, value: object) -> str:
-    """For a value of another type than the schema of `parent` has for `key`."""
-    node = parent._get_node(key)._metadata  # type: ignore[union-attr]
-    return wrong_type(full_key, value, node.ref_type | None if node.optional else node.ref_type)
-
-
 def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"a list, each element {_type_name(typing.get_args(hint)[0])}"
@@ -196,9 +190,12 @@ def explain_composition(error: BaseException, job: str) -> str:
                 return _do_not_go_together(setter[1], str(link.full_key))
             return not_a_field(link.parent_node, str(link.full_key), job)
         if isinstance(link, ValidationError) and link.full_key:
-            if isinstance(link.parent_node, DictConfig) and link.parent_node._get_node(link.key) is not None:
-                return wrong_type_in(link.parent_node, link.key, str(link.full_key), link.value)
-            return f"{link.full_key}: {first_line(link)}"
+            node: Any = link.parent_node._get_node(link.key) if isinstance(link.parent_node, DictConfig) else None
+            if node is None:
+                return f"{link.full_key}: {first_line(link)}"
+            known = node._metadata
+            hint = known.ref_type | None if known.optional else known.ref_type
+            return wrong_type(str(link.full_key), link.value, hint)
     line = first_line(chain[-1])
     if "Could not override" in line and "@" in line:  # the file's own group is the package of what it sets
         line += " Begin the file with the line `# @package _global_`"

@@ -24,7 +24,7 @@ from metattt.io import read_text, write_whole
 from metattt.locking import locked
 from metattt.metrics_file import STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
-from metattt.training.saving import ended_early
+from metattt.training.saving import flag_of
 
 AUTO = "auto"  # resume=auto
 LEAST = {
@@ -183,7 +183,7 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
         if not math.isfinite(last[-1]):  # again: a sweep that goes on takes it for no result either
             raise MetaTTTError(f"{line}; its last validation loss is {last[-1]}: overwrite=true starts it again")
         say(line)
-    elif given.resume == AUTO and ended_early(content):
+    elif given.resume == AUTO and flag_of(content, "ended_early"):
         complete = True
         say(f"the run {checkpoint} is complete: it was stopped early at step {done}; resume={folder} trains on")
     return Start(cfg, folder, checkpoint, content, done, moved, complete, clear)

@@ -222,17 +222,9 @@ class Checkpoints(WithSettings, Callback):
         return f"the last checkpoint is {self.last}" if self.last else "this run has written no checkpoint yet"
 
 
-def validates_again(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was written during a validation, which must be repeated."""
-    return _flag(checkpoint, "validate_again")
-
-
-def ended_early(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is the last of a run that Lightning's `EarlyStopping` has ended."""
-    return _flag(checkpoint, "ended_early")
-
-
-def _flag(checkpoint: Mapping[str, Any], name: str) -> bool:
+def flag_of(checkpoint: Mapping[str, Any], name: str) -> bool:
+    """Whether a checkpoint has `validate_again`: it was written during a validation, which must be repeated; or
+    `ended_early`: it is the last of a run that Lightning's `EarlyStopping` has ended."""
     states = checkpoint.get("callbacks")
     state = states.get(Checkpoints.__qualname__) if isinstance(states, Mapping) else None
     return bool(state[name]) if isinstance(state, Mapping) and name in state else False

@@ -36,7 +36,7 @@ from metattt.training.job import ForLightning, Job
 from metattt.training.launchers import is_first, processes, started_by_the_run
 from metattt.training.resume import check_same_data
 from metattt.training.run import Start, check_given, opened, write_configuration
-from metattt.training.saving import CheckpointFiles, Checkpoints, validates_again
+from metattt.training.saving import CheckpointFiles, Checkpoints, flag_of
 from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
 
@@ -102,7 +102,7 @@ def _run(begin: Start, console: Console) -> int:
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
         for logger in trainer.loggers if not done else ():
             logger.log_hyperparams(settings)
-    notes += [log.go_on_from(done, validates_again(begin.content)) for log in logs_of(trainer)]
+    notes += [log.go_on_from(done, flag_of(begin.content, "validate_again")) for log in logs_of(trainer)]
     job.header(console, trainer, model, done)
     for note in filter(None, notes):
         console.print(note)
