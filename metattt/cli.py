@@ -20,56 +20,37 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-COMMANDS = {  # name: (what it does, its function)
-    "train": (
-        "train a language model, by default on the sources of Python's standard library",
-        "metattt.training.train:train",
-    ),
-    "eval": (
-        "bits per byte of a checkpoint on the validation text, or accuracy on images: checkpoint=<run or file>",
-        "metattt.evaluation.evaluate:evaluate",
-    ),
-    "adapt": (
-        "what a language model gains from learning the texts that it reads: checkpoint=<run> data.path=<texts>",
-        "metattt.adaptation.adapt:adapt",
-    ),
-    "predict": (
-        "the classes that a classifier sees in pictures: checkpoint=<run> source=<folder>",
-        "metattt.evaluation.predict:predict",
-    ),
-    "generate": (
-        "continue a text: checkpoint=<run or file> prompt=<text>",
-        "metattt.generation.generate:generate",
-    ),
-    "prepare": (
-        "text to a file of tokens for data=shards: source=<files or dataset> target=<new folder>",
-        "metattt.data.prepare:prepare",
-    ),
-    "convert": (
-        "published TTT checkpoints to ours and back: source=<folder or file> target=<new folder>",
-        "metattt.checkpoints.convert:convert",
-    ),
-    "export": (
-        "a folder for Hugging Face Transformers: source=<run or folder> target=<new folder>",
-        "metattt.hf.export:export",
-    ),
-    "layers": (
-        "the known layers: family and paper, three parts, state and cost of each; with layer=<name>, its equations",
-        "metattt.catalog.known_layers:layers",
-    ),
-    "runs": (
-        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs "
-        "<folder>",
-        "metattt.sweeps.table:runs",
-    ),
-    "bench": (
-        "check a layer against its oracle and time it, in every form: metattt bench learner=<name> length=2048",
-        "metattt.bench:bench",
-    ),
-    "check": (
-        "check every law of the conformance suite for the chosen parts: learner=<name>",
-        "metattt.testing:check",
-    ),
+COMMANDS = {
+    "train": "train a language model, by default on the sources of Python's standard library",
+    "eval": "bits per byte of a checkpoint on the validation text, or accuracy on images: checkpoint=<run or file>",
+    "adapt": "what a language model gains from learning the texts that it reads: checkpoint=<run> data.path=<texts>",
+    "predict": "the classes that a classifier sees in pictures: checkpoint=<run> source=<folder>",
+    "generate": "continue a text: checkpoint=<run or file> prompt=<text>",
+    "prepare": "text to a file of tokens for data=shards: source=<files or dataset> target=<new folder>",
+    "convert": "published TTT checkpoints to ours and back: source=<folder or file> target=<new folder>",
+    "export": "a folder for Hugging Face Transformers: source=<run or folder> target=<new folder>",
+    "layers": "the known layers: family and paper, three parts, state and cost of each; with layer=<name>, its "
+    "equations",
+    "runs": "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs "
+    "<folder>",
+    "bench": "check a layer against its oracle and time it, in every form: metattt bench learner=<name> length=2048",
+    "check": "check every law of the conformance suite for the chosen parts: learner=<name>",
+}
+"""What each command does."""
+
+FUNCTIONS = {
+    "train": "metattt.training.train:train",
+    "eval": "metattt.evaluation.evaluate:evaluate",
+    "adapt": "metattt.adaptation.adapt:adapt",
+    "predict": "metattt.evaluation.predict:predict",
+    "generate": "metattt.generation.generate:generate",
+    "prepare": "metattt.data.prepare:prepare",
+    "convert": "metattt.checkpoints.convert:convert",
+    "export": "metattt.hf.export:export",
+    "layers": "metattt.catalog.known_layers:layers",
+    "runs": "metattt.sweeps.table:runs",
+    "bench": "metattt.bench:bench",
+    "check": "metattt.testing:check",
 }
 
 NAMED = {"runs": ("folder", r"[^=-][^=]*")}
@@ -134,11 +115,10 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     """Runs a command, or prints what Hydra's options ask for; `composed` receives the configuration."""
-    what, function = COMMANDS[command]
     if {"-h", "--help"} & set(words):
         from metattt.composition.help import help_of
 
-        print(help_of(command, what, words))
+        print(help_of(command, COMMANDS[command], words))
         return 0
     if not {"", os.getcwd()} & set(sys.path):  # modules of the current folder, as `python -m` has them; installed first
         sys.path.append(os.getcwd())
@@ -158,7 +138,7 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     if options.cfg or options.info:
         show(options, command, composed[0])
         return 0
-    code = pkgutil.resolve_name(function)(composed[0])
+    code = pkgutil.resolve_name(FUNCTIONS[command])(composed[0])
     return code if isinstance(code, int) else 0
 
 
@@ -236,7 +216,7 @@ def _overview() -> str:
     """What `metattt --help` prints."""
     width = max(map(len, COMMANDS))
     lines = ["usage: metattt <command> [<key>=<value> ...]", "", "commands:"]
-    lines += [f"  {name:<{width}}  {summary}" for name, (summary, _) in COMMANDS.items()]
+    lines += [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
     lines += [
         "metattt <command> --cfg job prints the whole configuration without running it, --resolve with every value "

@@ -31,7 +31,7 @@ def page() -> str:
     """The page in Markdown."""
     load_components((*COMPONENTS, *dict.fromkeys(name for names in JOB_COMPONENTS.values() for name in names)))
     parts = [INTRO, "## Commands", "", "| command | what it does | groups |", "|---|---|---|"]
-    for name, (what, *_) in COMMANDS.items():
+    for name, what in COMMANDS.items():
         chosen = ", ".join(f"`{group}`" for group in sorted(groups(name)))
         parts.append(f"| `metattt {name}` | {cell(what)} | {chosen} |")
     parts += [
