@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.messages import explain_instantiation
@@ -76,10 +76,6 @@ def instantiate_model(cfg: DictConfig) -> LanguageModel:
     make = instantiate_part(cfg, "model", _partial_=True)
     options: dict[str, Any] = {"layer": partial(instantiate_layer, cfg)} if layers is None else {"blocks": layers}
     model: LanguageModel = make(**options)
-    if not hasattr(model, "parameters"):
-        raise MetaTTTError(
-            f"model._target_={cfg.model._target_} makes a {type(model).__name__}: it must be a torch.nn.Module"
-        )
     return model
 
 
@@ -88,17 +84,11 @@ def _pattern(cfg: DictConfig) -> list[Callable[[], Any]] | None:
     blocks = cfg.model.get("blocks")
     if blocks is None:
         return None
-    given: Any = blocks if isinstance(blocks, DictConfig) else {}
-    pattern, layers = given.get("pattern"), given.get("layers")
-    several = isinstance(pattern, ListConfig) and isinstance(layers, DictConfig)
-    nodes = [layers.get(str(name)) for name in pattern] if several else []
-    if not nodes or not all(isinstance(node, DictConfig) and "_target_" in node for node in nodes):
-        raise MetaTTTError("model.blocks is not a composed pattern of layers: the configuration is damaged")
 
     def make(name: str) -> Any:
         try:
-            return _directed(cfg, instantiate_part(layers, name))
+            return _directed(cfg, instantiate_part(blocks.layers, name))
         except MetaTTTError as error:
             raise MetaTTTError(f"model.blocks, {name}: {error}") from error
 
-    return [partial(make, str(name)) for name in pattern]
+    return [partial(make, str(name)) for name in blocks.pattern]

@@ -60,8 +60,6 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.trust = trust
         self.model: LanguageModel = instantiate_model(config.composed(trust))
-        if not isinstance(self.model, LanguageModel):
-            raise MetaTTTError(f"config.json makes a {type(self.model).__name__}: it must be a language model")
         self.post_init()
 
     @classmethod
@@ -181,14 +179,11 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         """
         ends = {"embedding": self.model.embedding, "head": self.model.head}
         weights = [getattr(one, "base_layer", one).weight for one in ends.values()]
-        adapted = [  # peft ties those with trainable tokens
-            name
-            for name, one in ends.items()
-            if hasattr(one, "base_layer") and not hasattr(one, "trainable_tokens_delta")
-        ]
-        if adapted and weights[0] is weights[1]:
+        adapters = (name for name, one in ends.items() if hasattr(one, "base_layer"))
+        own = (name for name in adapters if not hasattr(ends[name], "trainable_tokens_delta"))  # which peft ties
+        if weights[0] is weights[1] and (adapted := next(own, None)):
             raise MetaTTTError(
-                f"an adapter on `{adapted[0]}` cannot be merged: the head is the embedding (model.tie_embeddings).\n"
+                f"an adapter on `{adapted}` cannot be merged: the head is the embedding (model.tie_embeddings).\n"
                 "Leave it out of target_modules, train it whole (modules_to_save=['embedding']), or make a model with "
                 "model.tie_embeddings=false"
             )
@@ -258,7 +253,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         """As every model of Transformers: more or fewer tokens."""
         embedding: nn.Embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         self.model.vocab_size = embedding.num_embeddings
-        self.config.take_vocabulary(embedding.num_embeddings)
+        assert self.config.metattt is not None
+        self.config.metattt["config"]["model"]["vocab_size"] = self.config.vocab_size = embedding.num_embeddings
         return embedding
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **options: Any) -> None:

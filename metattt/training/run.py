@@ -27,10 +27,6 @@ from metattt.training.resume import check_paths, resumed
 from metattt.training.saving import flag_of
 
 AUTO = "auto"  # resume=auto
-LEAST = {
-    "max_steps": -1, "accumulate_grad_batches": 1, "log_every_n_steps": 0,
-}  # fmt: skip
-"""Integers of Lightning's Trainer, which takes others and fails on them later, without their names."""
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people."""
 LOG = "metrics.csv"
@@ -68,14 +64,13 @@ def check_given(cfg: DictConfig) -> None:
         raise MetaTTTError(f"resume={AUTO} resumes the run in output_dir, or starts it there: add output_dir=<folder>")
     if cfg.resume == AUTO and cfg.overwrite:
         raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
-    for key, least in LEAST.items():
+    steps = cfg.trainer.get("max_steps")
+    check_integer("trainer.max_steps", steps, advice=": a run is counted in steps, and must end")
+    for key, least in (("accumulate_grad_batches", 1), ("log_every_n_steps", 0)):  # Lightning fails later, unnamed
         if cfg.trainer.get(key) is not None:
             check_integer(f"trainer.{key}", cfg.trainer[key], least)
-    for key in ("max_steps", "val_check_interval"):
-        if cfg.trainer.get(key) == 0:
-            raise MetaTTTError(
-                f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg job shows the configuration"
-            )
+    if cfg.trainer.get("val_check_interval") == 0:
+        raise MetaTTTError("trainer.val_check_interval=0 is not allowed: give steps, or a share of the run")
     if cfg.trainer.get("gradient_clip_val") is not None:  # Lightning takes one below 0 for none
         check_number(
             "trainer.gradient_clip_val", cfg.trainer.gradient_clip_val, least=0, advice=", or null for no clipping"
@@ -85,8 +80,6 @@ def check_given(cfg: DictConfig) -> None:
             f"trainer.max_epochs={cfg.trainer.max_epochs} is not allowed: a run is counted in steps, set "
             "trainer.max_steps=<steps>"
         )
-    if cfg.trainer.get("max_steps") in (None, -1):
-        raise MetaTTTError(f"trainer.max_steps={cfg.trainer.get('max_steps')} is not allowed: a run must end")
     saving = OmegaConf.select(cfg, "callbacks.checkpoint")
     if saving is not None and "folder" in saving and saving.folder != cfg.output_dir:
         raise MetaTTTError(

@@ -171,9 +171,7 @@ def _trainer(cfg: DictConfig, done: int) -> Trainer:
         settings["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if (profiler := cfg.trainer.get("profiler")) in PROFILERS:
         settings["profiler"] = PROFILERS[profiler](dirpath=cfg.output_dir, filename="profile")
-    trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)
-    if not isinstance(trainer, Trainer):
-        raise MetaTTTError(f"trainer._target_={cfg.trainer.get('_target_')} is not a lightning.Trainer: leave it out")
+    trainer: Trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)
     trainer.strategy.checkpoint_io = CheckpointFiles()
     return trainer
 
@@ -216,7 +214,7 @@ def _files(console: Console, trainer: Trainer, folder: Path) -> None:
         places = (getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name"))
         console.print(f"log         {next((place for place in places if place), '')}")
     curve = _callback(trainer, LossCurve)
-    if curve is not None and curve.path.is_file():
+    if curve is not None and Path(curve.path).is_file():
         console.print(f"loss curve  {curve.path}")
     for file in sorted(folder.glob("fit-profile*.txt")):
         console.print(f"profile     {file}")

@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("training=timm", "TimmRecipe is for images: set training=adamw"),
         ("model.vocab_size=256", "set model.vocab_size=257"),
-        ("trainer.max_steps=0", "trainer.max_steps=0 trains nothing"),
+        ("trainer.max_steps=0", "trainer.max_steps=0 is not allowed: it must be at least 1: a run is counted in steps"),
         ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is not allowed: it must be at least 1"),
         ("output_dir=file", "output_dir=file cannot be used: it is a file"),
         ("data.path=nowhere", "data.path="),
