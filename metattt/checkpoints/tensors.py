@@ -73,7 +73,7 @@ def put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     if mark is None:
         return {key: put_together(value, tensors) for key, value in node.items() if not _absent(value, tensors)}
     value = node[mark]
-    if len(node) == 1 and mark == TENSOR and isinstance(value, str):
+    if len(node) == 1 and mark == TENSOR and isinstance(value, str) and value in tensors:
         return tensors[value]
     if len(node) == 1 and mark == TUPLE and isinstance(value, list):
         return tuple(put_together(one, tensors) for one in value)
