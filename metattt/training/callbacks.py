@@ -11,11 +11,13 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError, check_integer
 from metattt.measures.inner_loss import Curves, average
 from metattt.metrics_file import STEP
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.training.csv_log import logged_rows
 from metattt.training.picture import plot
 from metattt.training.random_state import apart_from_the_run
@@ -91,7 +93,7 @@ class Progress(TQDMProgressBar):
 
 
 @register(group="callback", name="loss_curve")
-class LossCurve(Callback):
+class LossCurve(WithSettings, Callback):
     """A metric of the run's log (`logger=csv`) against steps, as a PNG: training, validation, and baselines as dashed
     lines. When a language model has been trained, a second panel: the loss of its inner loops before and after each
     step, by position in a window.
@@ -108,17 +110,15 @@ class LossCurve(Callback):
             processes.
     """
 
-    def __init__(
-        self,
-        path: str,
-        metric: str = "bits_per_byte",
-        label: str = "bits per byte",
-        title: str = "Next-byte prediction",
-        inner_windows: int = 32,
-    ):
-        check_integer("callbacks.loss_curve.inner_windows", inner_windows, 0)
-        self.path, self.metric, self.label, self.title = Path(path), metric, label, title
-        self.inner_windows = inner_windows
+    _group = "callbacks.loss_curve"
+
+    path: str = setting()
+    metric: str = setting(default="bits_per_byte")
+    label: str = setting(default="bits per byte")
+    title: str = setting(default="Next-byte prediction")
+    inner_windows: int = setting(default=32, least=0)
+
+    def configure(self) -> None:
         self.baselines: dict[str, float] = {}  # bits per byte by name; set by the training command
         self.inner: dict[int, Curves] | None = None  # at the end of the run
         self.next = -math.inf  # the moment from which on it may be drawn again
@@ -138,7 +138,7 @@ class LossCurve(Callback):
             part: [(int(row[STEP]), float(value)) for row in rows if (value := row.get(f"{part}/{self.metric}"))]
             for part in ("train", "validation")
         }
-        plot(points, self.baselines, self.path, self.label, self.title, self.inner)
+        plot(points, self.baselines, Path(self.path), self.label, self.title, self.inner)
         ended = time.monotonic()
         self.next = ended + (ended - began) / SHARE
 
