@@ -70,16 +70,9 @@ def check_number(
             return
     if real and 0 < abs(number) < SMALLEST:
         raise MetaTTTError(f"{_said(key, value)}: in fp32 it is 0, whose neighbour is {SMALLEST:.4g}{advice}")
-    if low == -LARGEST and high == LARGEST:
-        span = "finite"
-    elif high == LARGEST:
-        span = ("positive" if low == 0 else f"above {low:g}") if above is not None else f"at least {low:g}"
-        span += " and finite"
-    else:
-        span = (
-            f"{'above' if above is not None else 'at least'} {low:g} and "
-            f"{'below' if below is not None else 'at most'} {high:g}"
-        )
+    start = f"at least {low:g}" if above is None else "positive" if low == 0 and high == LARGEST else f"above {low:g}"
+    end = "finite" if high == LARGEST else f"at most {high:g}" if below is None else f"below {high:g}"
+    span = end if low == -LARGEST and high == LARGEST else f"{start} and {end}"
     raise MetaTTTError(f"{_said(key, value)}: it must be {'' if real else 'a number, '}{span}{advice}")
 
 

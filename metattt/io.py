@@ -3,6 +3,7 @@ and what we write has a checksum and survives a loss of power."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -145,11 +146,8 @@ def seal(content: Mapping[str, Any]) -> str:
 
 def checksum(file: Path) -> str:
     """That of a file, as `digest`; read piece by piece."""
-    found = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while piece := stream.read(2**22):
-            found.update(piece)
-    return found.hexdigest()
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 @contextmanager

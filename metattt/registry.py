@@ -151,8 +151,6 @@ def _field_default(default: Any) -> Any:
     """A dataclass default: MISSING for a required parameter, a fresh container for a mutable one."""
     if default is inspect.Parameter.empty:
         return dataclasses.field(default="???")  # omegaconf.MISSING
-    if isinstance(default, (list, tuple)):
-        return dataclasses.field(default_factory=lambda: list(default))
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default))
+    if isinstance(default, (list, tuple, dict)):
+        return dataclasses.field(default_factory=lambda: dict(default) if isinstance(default, dict) else list(default))
     return dataclasses.field(default=default)

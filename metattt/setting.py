@@ -52,8 +52,8 @@ class Setting:
         if (type(None) in kinds and value in (None, self.null)) or (choices and value in choices):
             return
         kinds -= {type(None)}
-        bounds = {name: getattr(self, name) for name in ("least", "most", "above", "below")}
-        bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+        ends = ("least", "most", "above", "below")
+        bounds = {name: bound for name in ends if (bound := getattr(self, name)) is not None}
         if self.among is not None or (choices and not kinds):
             check_choice(key, value, choices if self.among is None else self.among)
         elif kinds == {bool}:

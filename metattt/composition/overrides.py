@@ -62,8 +62,6 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
         _refuse_nothing(one)
         if not (sweep and (one.is_sweep_override() or is_of_hydra(one.key_or_group))):
             _check(one, job, opened)
-            if one.type != OverrideType.DEL and one.key_or_group in groups(job):
-                _check_choice(one)
     return [_open(one, text, opened) for one, text in zip(parsed, prepared, strict=True)]
 
 
@@ -181,13 +179,10 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
         raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
     if key in NOT_SET_THERE and (part := key.partition(".")[0]) in known and part not in opened:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
-
-
-def _check_choice(override: Override) -> None:
-    """Refuses null and numbers in the place of a name; names are Hydra's to find."""
-    group, value = override.key_or_group, override.value()
-    if not (isinstance(value, str) or (group in ENTRIES and isinstance(value, list) and value)):
-        raise MetaTTTError(refused_value(group, value, sorted(files_of(group))))
+    value = override.value()
+    named = isinstance(value, str) or (key in ENTRIES and isinstance(value, list) and value)
+    if key in known and not named:  # null and numbers; names are Hydra's to find
+        raise MetaTTTError(refused_value(key, value, sorted(files_of(key))))
 
 
 def _refuse_nothing(override: Override) -> None:

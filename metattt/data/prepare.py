@@ -311,8 +311,7 @@ def _write(folder: Path, sources: Sequence[Rows], chosen: PrepareSettings, token
                     f"no document is in the {split} split: set validation_fraction (now {chosen.validation_fraction}) "
                     "or seed, or give files of their own to validate on: validation_source=<files>"
                 )
-        file.flush()
-        os.fsync(file.fileno())
+    sync(folder / TOKENS)
     index = np.frombuffer(starts, np.int64).tobytes()
     write_whole(folder / DOCUMENTS, index)
     checksums = {TOKENS: hasher.hexdigest(), DOCUMENTS: xxhash.xxh3_128_hexdigest(index)}

@@ -38,13 +38,13 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.written = folder, list[Path]()
         self.missing: str | None = None
-        for count in itertools.count(1):
-            self.number = f"-{count}" if count > 1 else ""
+        self.number = ""
+        for count in itertools.count(2):
             try:
                 (folder / f"{name}{self.number}.csv").touch(exist_ok=False)
+                break
             except FileExistsError:
-                continue
-            break
+                self.number = f"-{count}"
 
     def path(self, name: str, suffix: str) -> Path:
         """Where a file is to be written."""
@@ -76,7 +76,6 @@ class Report:
         if (missing := absence("matplotlib", extra="train", what="writing pictures")) is not None:
             self.missing = missing
             return
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter
 
@@ -94,7 +93,7 @@ class Report:
         axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
         axes.grid(alpha=0.3)
         axes.legend()
-        FigureCanvasAgg(figure).print_png(self.path(name, ".png"))
+        figure.savefig(self.path(name, ".png"))
 
 
 @contextmanager

@@ -60,8 +60,13 @@ class MetaTTTConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.metattt is not None:
             self.metattt = checked_record(copy.deepcopy(self.metattt), Path("config.json"))
-            for name, size in self._sizes().items():
-                setattr(self, name, size)
+            model, layer = (self.metattt["config"].get(key) or {} for key in PARTS)
+            known = {"tie_embeddings": True, **model}
+            if missing := [key for key in OF_RECORD.values() if key not in known]:
+                raise MetaTTTError(f"config.json has a model without {', '.join(missing)}: it is damaged")
+            for name, key in OF_RECORD.items():
+                setattr(self, name, known[key])
+            self.num_attention_heads = layer.get("num_heads") or 1
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -91,19 +96,3 @@ class MetaTTTConfig(PreTrainedConfig):
         config = record_config(self.metattt, Path("config.json"), (), trust)
         check_amounts(config, "config.json", MOST_BLOCKS)
         return config
-
-    def take_vocabulary(self, size: int) -> None:
-        """The embedding has been given another number of rows."""
-        assert self.metattt is not None
-        self.metattt["config"]["model"]["vocab_size"] = self.vocab_size = size
-
-    def _sizes(self) -> dict[str, Any]:
-        """What the record says of the model, by the names of Transformers."""
-        assert self.metattt is not None
-        model, layer = (self.metattt["config"].get(key) for key in PARTS)
-        known = {"tie_embeddings": True, **(model or {})}
-        missing = [key for key in OF_RECORD.values() if key not in known]
-        if missing:
-            raise MetaTTTError(f"config.json has a model without {', '.join(missing)}: it is damaged")
-        heads = layer.get("num_heads") if isinstance(layer, dict) else None
-        return {name: known[key] for name, key in OF_RECORD.items()} | {"num_attention_heads": heads or 1}
