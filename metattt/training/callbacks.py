@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError, check_integer
 from metattt.measures.inner_loss import Curves, average
-from metattt.metrics_file import STEP
+from metattt.metrics_file import STEP, read_rows
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.training.csv_log import logged_rows
+from metattt.training.csv_log import logs_of
 from metattt.training.picture import plot
 from metattt.training.random_state import apart_from_the_run
 from metattt.training.sharding import divided
@@ -133,7 +133,8 @@ class LossCurve(WithSettings, Callback):
             self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
-        began, rows = time.monotonic(), logged_rows(trainer)
+        began = time.monotonic()
+        rows = next((read_rows(log.path)[0] for log in logs_of(trainer)), [])
         points = {
             part: [(int(row[STEP]), float(value)) for row in rows if (value := row.get(f"{part}/{self.metric}"))]
             for part in ("train", "validation")

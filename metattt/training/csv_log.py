@@ -116,8 +116,3 @@ class CSVLog(Logger):
 def logs_of(trainer: Trainer) -> list[CSVLog]:
     """Our CSV loggers among the loggers of a run."""
     return [logger for logger in trainer.loggers if isinstance(logger, CSVLog)]
-
-
-def logged_rows(trainer: Trainer) -> list[Row]:
-    """The rows of a run's CSV log so far; empty without one."""
-    return next((read_rows(log.path)[0] for log in logs_of(trainer)), [])

@@ -91,11 +91,10 @@ class ImageJob(Job):
             )
         data.setup()
         for key in ("img_size", "in_chans"):
-            if getattr(data, key) != cfg.model[key]:
-                ours, theirs = getattr(data, key), cfg.model[key]
+            if (ours := getattr(data, key)) != (theirs := cfg.model[key]):
                 raise MetaTTTError(f"the images have {key}={ours} and the model takes {theirs}: set model.{key}={ours}")
-        if data.num_classes is not None and data.num_classes > cfg.model.num_classes:
-            ours, theirs = data.num_classes, cfg.model.num_classes
+        ours, theirs = data.num_classes, cfg.model.num_classes
+        if ours is not None and ours > theirs:
             raise MetaTTTError(f"the images have {ours} classes and the model {theirs}: set model.num_classes={ours}")
 
     def module(self, model: ImageTransformer, recipe: TimmRecipe) -> ImageClassification:

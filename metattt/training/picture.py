@@ -63,15 +63,13 @@ def _outer(
     for number, ((name, value), color) in enumerate(zip(ordered, BASELINES * 9, strict=False)):
         axes.axhline(value, linestyle=(0, (5, 3)), linewidth=1.1, color=color)
         # the highest is named above its line, others below: lines may be close
-        place = {"xytext": (0, 3 if number == 0 else -11), "textcoords": "offset points"}
-        axes.annotate(
-            f"{name}  {value:.3f}",
-            (0.01, value),
-            xycoords=("axes fraction", "data"),
-            fontsize=8.5,
-            color=color,
-            **place,
-        )
+        place = {
+            "xytext": (0, 3 if number == 0 else -11),
+            "textcoords": "offset points",
+            "fontsize": 8.5,
+            "color": color,
+        }
+        axes.annotate(f"{name}  {value:.3f}", (0.01, value), xycoords=("axes fraction", "data"), **place)
     for step, value in [pair for pair in points["validation"] if math.isfinite(pair[1])][-1:]:
         place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "right"}
         axes.annotate(f"{value:.3f}", (step, value), fontsize=9.5, fontweight="bold", color=VALIDATION, **place)
