@@ -155,8 +155,9 @@ def load_model(
     check_shapes(found, complaint)
     with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers that no file holds
         model = instantiate_model(found.about.config)
-    if not found.of_run:
-        _take_types(model, found.tensors)
+    for name, parameter in model.named_parameters() if not found.of_run else ():  # of the types that the weights have
+        if name in found.tensors and found.tensors[name].is_floating_point():
+            parameter.data = parameter.data.to(found.tensors[name].dtype)
     fill(model, found, complaint)
     if found.about.evaluation is not None and "num_classes" in found.about.config.model:
         model.evaluated_with("vision_transformer", **found.about.evaluation)  # type: ignore[operator]
@@ -279,10 +280,3 @@ def _tied(model: LanguageModel, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     names = list(model.named_parameters(remove_duplicate=False))
     held = {id(parameter): tensors[name] for name, parameter in names if name in tensors}
     return {name: held[id(parameter)] for name, parameter in names if name not in tensors and id(parameter) in held}
-
-
-def _take_types(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
-    """Makes the parameters of the types that the weights have."""
-    for name, parameter in model.named_parameters():
-        if name in tensors and tensors[name].is_floating_point():
-            parameter.data = parameter.data.to(tensors[name].dtype)
