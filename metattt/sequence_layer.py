@@ -59,7 +59,8 @@ class SequenceLayer(Declared, ABC):
             MetaTTTError: shapes or flags that do not fit, a state of another layer or batch size, or NaN in `x`
                 (checked on CPU, if `refuse_nan`).
         """
-        self._check_shape(x)
+        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise _wrong_shape(x, self.dim)
         sorted_already = packing is not None
         if mask is not None or reset is not None:
             check_flags(x, mask, reset)
@@ -99,7 +100,8 @@ class SequenceLayer(Declared, ABC):
         Raises:
             MetaTTTError: as of a call; or the layer cannot read without learning.
         """
-        self._check_shape(x)
+        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise _wrong_shape(x, self.dim)
         check_flags(x, mask, None)
         packing = pack(mask, None, x.device)
         if packing is not None:
@@ -169,10 +171,6 @@ class SequenceLayer(Declared, ABC):
             ctx = Context(positions, None, None, size)
         return Call(ctx, after, packing, donate_state)
 
-    def _check_shape(self, x: Tensor) -> None:
-        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("group_size", "outer") and name in self._settings:  # they may be assigned later
             self._settings[name].check(self._key(name), value)
@@ -183,3 +181,7 @@ class SequenceLayer(Declared, ABC):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
+
+
+def _wrong_shape(x: Tensor, dim: int) -> MetaTTTError:
+    return MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {dim}] with at least one token")

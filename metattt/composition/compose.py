@@ -8,6 +8,7 @@ Packages of others take part through two groups of entry points: `metattt.compon
 are decorated with `metattt.registry.register`) and `metattt.configs` (packages with YAML, laid out like ours).
 """
 
+import numbers
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,14 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
     if len(names) > 1:
         raise MetaTTTError(f"build makes one layer, and {', '.join(names)} are {len(names)} names: give one")
     given = [f"layer={one}" if one in names else one for one in overrides]
-    cfg = compose(*given, *(f"{key}={shown(value)}" for key, value in settings.items()), job="build")
+    for key, value in settings.items():
+        if value is not None and not isinstance(value, str | numbers.Real | list | tuple | dict):
+            raise MetaTTTError(
+                f"{key} is a {type(value).__name__}, which cannot be an override: give a name or a number, or pass "
+                "objects to metattt.TTTLayer"
+            )
+        given.append(f"{key}={shown(value)}")
+    cfg = compose(*given, job="build")
     import torch  # not before: a mistake in an override need not wait for it
 
     if cfg.seed is None:

@@ -76,6 +76,10 @@ def instantiate_model(cfg: DictConfig) -> LanguageModel:
     make = instantiate_part(cfg, "model", _partial_=True)
     options: dict[str, Any] = {"layer": partial(instantiate_layer, cfg)} if layers is None else {"blocks": layers}
     model: LanguageModel = make(**options)
+    if not hasattr(model, "parameters"):
+        raise MetaTTTError(
+            f"model._target_={cfg.model._target_} makes a {type(model).__name__}: it must be a torch.nn.Module"
+        )
     return model
 
 

@@ -171,7 +171,9 @@ def _trainer(cfg: DictConfig, done: int) -> Trainer:
         settings["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if (profiler := cfg.trainer.get("profiler")) in PROFILERS:
         settings["profiler"] = PROFILERS[profiler](dirpath=cfg.output_dir, filename="profile")
-    trainer: Trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)
+    trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)
+    if not isinstance(trainer, Trainer):
+        raise MetaTTTError(f"trainer._target_={cfg.trainer.get('_target_')} is not a lightning.Trainer: leave it out")
     trainer.strategy.checkpoint_io = CheckpointFiles()
     return trainer
 
