@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from metattt.errors import NotFinite
 from metattt.memory_limit import check_memory_limit
 from metattt.state import Context
-from metattt.torch_private import FakeTensor, faking, interpreter_stack
+from metattt.torch_private import FakeTensor, fake_mode, interpreter_stack
 
 NORMALIZE_EPS = 1e-12  # of `F.normalize`
 SMALLEST_STEP = 1e-4  # of the initial Δ of state space models
@@ -64,21 +64,11 @@ def rounds(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of `x`; never on the meta device, which autocast does not know."""
-    device = x.device.type  # (not `rounds`: torch 2.11 cannot trace that)
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context without autocast for the device of `x`."""
-    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
-
-
 def product_type(x: Tensor) -> torch.dtype:
     """Type to which operands of products with `x` are rounded: that of autocast, where it is on."""
-    on = x.dtype == torch.float32 and autocasts(x)
-    return torch.get_autocast_dtype(x.device.type) if on else x.dtype
+    device = x.device.type  # (not `rounds`: torch 2.11 cannot trace that)
+    on = x.dtype == torch.float32 and device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else x.dtype
 
 
 def exact(device: str) -> AbstractContextManager[object]:
@@ -242,8 +232,8 @@ class _Normalize(torch.autograd.Function):
 
 def normalize(x: Tensor) -> Tensor:
     """`F.normalize(x, dim=-1)`."""
-    plain = torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64)
-    if not plain or torch.compiler.is_compiling() or autocasts(x):
+    plain = torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64) and x.device.type != "meta"
+    if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return F.normalize(x, dim=-1)
     return F.normalize(x, dim=-1) if transformed() else _Normalize.apply(x)
 
@@ -339,7 +329,7 @@ class _Rotate(torch.autograd.Function):
 def transformed() -> bool:
     """Whether a transform is running: vmap, grad or jvp of `torch.func`, a level of `torch.autograd.forward_ad`, or a
     mode in which tensors have no numbers."""
-    return forward_ad._current_level >= 0 or interpreter_stack() is not None or faking()
+    return forward_ad._current_level >= 0 or interpreter_stack() is not None or fake_mode() is not None
 
 
 def stands_for_others(x: Tensor) -> bool:
@@ -382,7 +372,7 @@ def check_finite(x: Tensor) -> None:
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or transformed() or RECORDING.get():
         return
-    if stands_for_others(x):
+    if type(x) is not Tensor and stands_for_others(x):
         return
     # One pass over x as a rule: only a sum that overflows needs a second look.
     if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):

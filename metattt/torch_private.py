@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: F401 - has a shape and a device, and no values
 from torch.utils import _pytree as pytree  # noqa: F401 - walks nested tuples and dictionaries
@@ -10,9 +12,8 @@ interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The innermost `torch.func` transform (vmap, grad, jvp) that is running; None outside of all."""
 
 
-def faking() -> bool:
-    """Whether torch makes tensors without numbers: inside a `FakeTensorMode`."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+fake_mode = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+"""The `FakeTensorMode` in force, in which tensors have no numbers; None outside of all."""
 
 
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks

@@ -15,7 +15,7 @@ from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens, consecutive, each
 from metattt.memory import Memory, choose
-from metattt.modules import stands_for_others, transformed, without_autocast
+from metattt.modules import stands_for_others, transformed
 from metattt.state import Tensors
 
 log = logging.getLogger("metattt")
@@ -50,7 +50,7 @@ def scan(
         if whole and set(memory) == {"commit"}:
             kernel = kernel_of(loop.plan, given)
             if kernel is not None:
-                with without_autocast(part.views.k):
+                with torch.autocast(part.views.k.device.type, enabled=False):
                     y, weights = kernel.scan(given, partial(_reference, loop, "commit"))
                 memory = {"commit": weights}
         elif decoding and sums and _open(run[0], padded):
@@ -88,7 +88,7 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
         if kernel is None:
             y, memory = in_groups(loop, part, memory, run, True)
         else:
-            with without_autocast(part.views.k):
+            with torch.autocast(part.views.k.device.type, enabled=False):
                 y, weights = kernel.scan(given, partial(_reference, loop, "weights"))
             memory = {"weights": weights}
         outputs.append(y)  # type: ignore[arg-type]
@@ -101,10 +101,11 @@ def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
     Raises:
         MetaTTTError: no kernel does, and `layer.form=fused` is set.
     """
-    device, reasons = given.tokens.views.k.device.type, []
+    q, reasons = given.tokens.views.q, []
+    device = q.device.type
     if transformed() and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
         reasons = ["kernels do not run inside torch.func transforms"]
-    elif stands_for_others(given.tokens.views.q) and not torch.compiler.is_compiling():
+    elif type(q) is not Tensor and stands_for_others(q) and not torch.compiler.is_compiling():
         reasons = ["kernels read plain tensors"]
     elif torch.compiler._is_exporting_flag:  # not is_exporting(): under torch.compile, torch 2.11 takes it for true
         reasons = ["not under torch.export, so that the program loads where MetaTTT is not installed"]
@@ -140,7 +141,8 @@ def decoder_of(plan: Plan, given: MiniBatches) -> Kernel | None:
     """The first kernel that accepts these tokens of an open mini-batch."""
     if transformed() or torch.compiler.is_compiling() or given.tokens.generalised:
         return None
-    if stands_for_others(given.tokens.views.q):
+    q = given.tokens.views.q
+    if type(q) is not Tensor and stands_for_others(q):
         return None
     key = _decided_by(given)
     if key not in plan.decoders:

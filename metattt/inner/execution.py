@@ -26,7 +26,7 @@ from metattt.inner.recompute import random_state, recompute, replay
 from metattt.inner.tokens import JOINED, Block, Tokens, each, rows
 from metattt.inner.verify import tensors_in
 from metattt.memory import Memory, named
-from metattt.modules import RECORDING, TRACED, transformed, without_autocast
+from metattt.modules import RECORDING, TRACED, transformed
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Views
@@ -104,7 +104,8 @@ def plainly(
     if rule.has_token_steps and not torch.compiler.is_compiling():
         tau = rule.token_steps()
         rule = rule.bound(token_steps=lambda: tau)
-    with without_autocast(tokens.views.k):
+    device = tokens.views.k.device.type
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # (autocast knows no meta device)
         if loop.matmul_dtype != dtype:
             alike = tokens.in_common  # stays so: a window of rows, not of copies
             views = [

@@ -13,7 +13,6 @@ from metattt.inner.execution import in_groups
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory, choose, newest
-from metattt.modules import without_autocast
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import State
 
@@ -90,7 +89,7 @@ def read_only(loop: Parts, q: Tensor, state: State, dtype: torch.dtype) -> Tenso
         )
     memory = state.weights or loop.start(q.shape[0], dtype)
     commits = rule.read in ("previous", "committed")
-    with without_autocast(q):  # as `plainly`
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # as `plainly`
         weights = memory["commit"] if commits else rule.current(memory, state.pos % size)
         slow = {name: value.to(dtype) for name, value in loop.learner.slow.items()}
         loop = loop._replace(matmul_dtype=q.dtype, slow=slow)

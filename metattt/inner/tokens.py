@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.modules import autocasts, product_type
+from metattt.modules import product_type
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import DataGates, Tensors
 from metattt.tasks.base import Views
@@ -302,7 +302,7 @@ def fitted(
         raise MetaTTTError(f"the task gives views {both}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
     if views.v.shape[: k.ndim - 1] != k.shape[:-1]:
         views = views._replace(v=_expanded("the view v", views.v, tuple(k.shape[:-1]), views.v.shape[k.ndim - 1 :]))
-    if autocasts(k):
+    if k.device.type != "meta" and torch.is_autocast_enabled(k.device.type):
         narrow = {name: x.to(product_type(x)) for name, x in zip(VIEWS, views, strict=False) if x is not None}
         views = views._replace(**narrow)
     found, accum_dtype = {}, torch.promote_types(k.dtype, torch.float32)

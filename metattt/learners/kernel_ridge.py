@@ -10,7 +10,6 @@ from torch import Tensor
 
 from metattt.learners.kernel_estimator import documents
 from metattt.learners.non_parametric import NonParametric
-from metattt.modules import without_autocast
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
@@ -60,7 +59,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         0.
         """
         accum_dtype = torch.promote_types(views.k.dtype, torch.float32)
-        with without_autocast(views.k):
+        with torch.autocast("cpu" if views.k.is_meta else views.k.device.type, enabled=False):
             k, v, q = (view.to(accum_dtype) for view in (views.k, views.v, views.q))
             past = state["k"].shape[2] if state else 0
             document = documents(state, ctx, past)
@@ -79,7 +78,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
     def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
         """See `NonParametric.read`; without data, 0."""
         accum_dtype = torch.promote_types(views.k.dtype, torch.float32)
-        with without_autocast(views.k):
+        with torch.autocast("cpu" if views.k.is_meta else views.k.device.type, enabled=False):
             q = views.q.to(accum_dtype)
             if not state:
                 return self._wrapped(views.q, torch.zeros_like(views.v, dtype=accum_dtype))
