@@ -193,7 +193,12 @@ def _as_before(module: nn.Module, inside: str) -> None:
 
 
 def _without(inside: str, module: nn.Module, held: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in [one for one in held if one.startswith(f"{prefix}{inside}.")]:
+    adapted = tuple(  # peft looks for its tensors below the names of its modules
+        f"{prefix}{inside}.{name}".rstrip(".") + "."
+        for name, one in module.get_submodule(inside).named_modules()
+        if hasattr(one, "active_adapters")
+    )
+    for name in [one for one in held if one.startswith(f"{prefix}{inside}.") and not one.startswith(adapted)]:
         held[prefix + name.removeprefix(f"{prefix}{inside}.")] = held.pop(name)
 
 
@@ -259,8 +264,9 @@ class _InPlace(nn.Module):
         is_mlp = len(signature(mlp.forward).parameters) == 1
         if not isinstance(linear, nn.Linear) or not is_mlp or linear.out_features != width:
             raise MetaTTTError(
-                f"{name} is a {type(linear).__name__}: layer={IN_PLACE} takes linear maps of MLPs, the last of each, "
-                f"which makes the {width} features of the model"
+                f"{name} is a {type(linear).__module__}.{type(linear).__name__}: layer={IN_PLACE} takes linear maps of "
+                f"MLPs (torch.nn.Linear, before peft wraps them), the last of each, which makes the {width} features "
+                "of the model"
             )
         try:
             self.map = InPlaceLinear(linear, **settings)

@@ -26,6 +26,7 @@ from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
 from metattt.measures.flops import count_flops
 from metattt.mixers.base import Mixer
+from metattt.nested import count_bytes
 from metattt.registry import REGISTERED
 from metattt.state import WHOLE_CALL
 
@@ -53,16 +54,16 @@ def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
         counts = [25, 625, 1225]  # squares at equal distances: maps of an image
     sizes, costs = [], []
     for count in counts:
-        x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(1, count, cfg.dim, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            sizes.append(layer(x)[1].nbytes)
+            sizes.append(count_bytes(layer(x)[1]))
         costs.append(count_flops(layer, x))
     state = _polynomial(sizes, counts)
     growth = max(_degree(state), _degree(_polynomial(costs, counts)) - 1)
-    changes = found_out(layer, layer.dim)
+    changes = found_out(layer, cfg.dim)
     if changes is None:
         raise MetaTTTError("a known layer gives values that are not finite on random tokens")
-    return KnownLayer(parts, layer.causal and not changes, list(state) if _goes_on(layer) else None, growth)
+    return KnownLayer(parts, getattr(layer, "causal", True) and not changes, list(state) if _goes_on(layer, cfg.dim) else None, growth)
 
 
 def _layers(node: DictConfig) -> Iterator[DictConfig]:
@@ -119,9 +120,9 @@ def _degree(polynomial: tuple[float, ...]) -> int:
     return max((i for i, factor in enumerate(polynomial) if abs(factor) > 1e-6), default=0)
 
 
-def _goes_on(layer: TTTLayer | Combined | Mixer) -> bool:
+def _goes_on(layer: TTTLayer | Combined | Mixer, dim: int) -> bool:
     """Whether a call can go on from the state of another."""
-    x = torch.zeros(1, 1, layer.dim)
+    x = torch.zeros(1, 1, dim)
     with torch.no_grad():
         try:
             layer(x, layer(x)[1])

@@ -50,8 +50,17 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
         for use in record.uses:
             if use.weight in vectors and not use.scale:
                 return f"{use.weight} is used as a matrix and as a vector"
-        task.loss(prediction, v)
+        _losses(task, prediction, v)
     return None
+
+
+def _losses(task: Task, prediction: Tensor, v: Tensor) -> Tensor:
+    try:
+        return task.loss(prediction, v)
+    except RuntimeError as error:
+        shapes = f"predictions {list(prediction.shape)} and labels {list(v.shape)}"
+        why = str(error).splitlines()[0]
+        raise MetaTTTError(f"{type(task).__name__}.loss fails for {shapes}: {why}") from error
 
 
 class _Watched(RecordingWeights):
@@ -110,7 +119,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
         k = k.requires_grad_()
         y = learner.predict(FastWeights(fast, slow, k.dtype), k)
-        losses = task.loss(y, v)
+        losses = _losses(task, y, v)
         if losses.shape != k.shape[:-1]:
             raise MetaTTTError(
                 f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: "

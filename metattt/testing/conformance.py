@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from metattt.learners import MLP, KernelEstimator, Learner, Linear, LogLinear, NonParametric
@@ -85,11 +86,13 @@ class TaskConformance(Conformance):
     """Checks every law on a task. Subclass it and set `make` to a function that returns a new task."""
 
     make: Callable[[], Task]  #: returns a new task
+    residual: ClassVar[bool] = True  #: of the learners it is tried with; False for a task that sets `input_dim`
 
     def specimens(self) -> dict[str, Specimen]:
+        linear, mlp = partial(Linear, residual=self.residual), partial(MLP, residual=self.residual)
         return {
-            "Linear by mini-batch": self.specimen(Linear, self.make, lambda: GradientDescent(4, token_steps="shared")),
-            "MLP by mini-batch": self.specimen(MLP, self.make, lambda: GradientDescent(4)),
+            "Linear by mini-batch": self.specimen(linear, self.make, lambda: GradientDescent(4, token_steps="shared")),
+            "MLP by mini-batch": self.specimen(mlp, self.make, lambda: GradientDescent(4)),
             "Linear online": self.specimen(
                 lambda: Linear(residual=False, norm=False), self.make, lambda: GradientDescent(4, "online")
             ),

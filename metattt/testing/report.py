@@ -41,7 +41,7 @@ def check(cfg: DictConfig) -> None:
         broken += found.failed
     console.print(table)
     if broken:
-        console.print(f"{broken} laws are broken")
+        console.print(f"broken laws: {broken}")
         raise SystemExit(1)
 
 

@@ -235,14 +235,26 @@ def test_five_steps_of_the_trainer_change_the_chosen_weights_alone(kind: str, tm
     assert moved and moved <= new
 
 
-def test_peft_beside_it() -> None:
+@pytest.mark.parametrize("kind", ["ttt_linear", "in_place"])
+def test_peft_beside_it(kind: str, tmp_path: Path) -> None:
+    """Adapters inside of what is attached and beside it: saved by peft, and read again by it."""
     peft = pytest.importorskip("peft")
     made = llama()
-    trained(attached(made, "ttt_linear"))
+    trained(layers := attached(made, kind))
     logits = made(IDS).logits
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
     tuned = peft.get_peft_model(made, config)
     torch.testing.assert_close(tuned(IDS).logits, logits)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.1
+    logits = tuned(IDS).logits
+    tuned.save_pretrained(tmp_path / "adapter")
+    layers.save(tmp_path / "layers.safetensors")
+    other = llama()
+    load_attached(tmp_path / "layers.safetensors", other)
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(other, tmp_path / "adapter")(IDS).logits, logits)
 
 
 @pytest.mark.parametrize(("name", "target"), [("mamba", "dt_proj"), ("longhorn", "dt_head")])
