@@ -8,6 +8,7 @@ the start of each group.
 from __future__ import annotations
 
 import ctypes
+import struct
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,21 +102,17 @@ class NativeForm(Operation):
 
     def forward(self, call: Pass) -> Results:
         self.check(call.given, native=True)
-        native, library = NativeCall(call), self.library(self.source, sizes_of(call.given))
+        library = self.library(self.source, sizes_of(call.given))
         y, after, kept = self.results(call)
-        native.views(y=y)
-        native.arrays(after=after)
-        for states in kept:
-            assert states.shape[-1] == library.state_size()
-            native.array(kept=states)
+        assert not kept or kept[0].shape[-1] == library.state_size()
         use_large_pages(library, y, *kept)
-        native.run(library.forward)
+        _run(library.forward, call, [y, *[None] * 5], after, kept[0] if kept else None)
         return y, after, kept
 
     def backward(
         self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        given, native, library = call.given, NativeCall(call), self.library(self.source, sizes_of(call.given))
+        given, library = call.given, self.library(self.source, sizes_of(call.given))
         q, tau, scale = given.tokens.views.q, given.tau, given.slow["norm_scale"]
         batch, heads = q.shape[:2]
         if dy is None:
@@ -126,10 +123,8 @@ class NativeForm(Operation):
         dstart = [w.new_empty(w.shape) for w in given.weights.values()]
         dscale, dshift = (scale.new_zeros(batch, *scale.shape) for _ in range(2))
         dtau = scale.new_zeros(batch, heads, given.size)
-        native.views(dy=dy, dk=dk, dv=dv, dq=dq, deta=deta)
-        native.arrays(dafter=dweights[: len(dstart)], dstart=dstart)
-        native.array(kept=kept[-1], dscale=dscale, dshift=dshift, dtau=dtau)
-        native.run(library.backward)
+        views, cotangents = [None, dy, dk, dv, dq, deta], (dweights[: len(dstart)], dstart)
+        _run(library.backward, call, views, (), kept[-1], cotangents, (dscale, dshift, dtau))
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == heads else dtau.sum((0, 1)).unsqueeze(0)]
         return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart]
 
@@ -178,91 +173,85 @@ def _macros(defines: dict[str, int], whole: bool) -> dict[str, int]:
     return defines if whole else {name: value for name, value in defines.items() if name != "TOKENS"}
 
 
-def use_large_pages(library: ctypes.CDLL, *made: Tensor) -> None:
+def use_large_pages(library: ctypes.CDLL, *made: Tensor | None) -> None:
     """For new tensors: handing out the memory of a long sequence in small pages takes a fifth of the time of the
     forward pass."""
     for x in made:
-        library.use_large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel() * x.element_size()))
+        if x is not None:
+            library.use_large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes))
 
 
-class _View(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
+def run(
+    function: Any,
+    sizes: Sequence[int],
+    views: Sequence[Tensor | None],
+    arrays: Sequence[Tensor | int | None],
+    learners: int,
+    shares: int,
+) -> bool:
+    """Calls a function of a library for all learners, and says whether it has failed for any. (ctypes gives up the lock
+    of the interpreter.)
 
-
-class _Call(ctypes.Structure):
-    """`Call` of `native.h`."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("heads", "count", "group")),
-        *((name, _View) for name in ("k", "v", "q", "eta", "y", "dy", "dk", "dv", "dq", "deta")),
-        ("tau", ctypes.c_void_p),
-        ("tau_head", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("scale", "shift")),
-        *((name, ctypes.c_void_p * 4) for name in ("start", "after")),
-        ("kept", ctypes.c_void_p),
-        *((name, ctypes.c_void_p * 4) for name in ("dafter", "dstart")),
-        *((name, ctypes.c_void_p) for name in ("dscale", "dshift", "dtau")),
-    ]
-
-
-class NativeCall:
-    """One call of a library: fills in the structure and holds on to the tensors whose memory it names."""
-
-    def __init__(self, call: Pass):
-        given = call.given
-        (k, v, q), eta, tau = given.tokens.views[:3], given.tokens.gates.eta, given.tau
-        batch, heads, length = k.shape[:3]
-        self.learners, self.count = batch * heads, length // given.size
-        self.passed = _Call(heads=heads, count=self.count, group=call.group)
-        self.alive: list[Tensor] = []
-        self.views(k=k, v=v, q=q, eta=eta)
-        tau = eta.new_ones(1, given.size) if tau is None else tau
-        self.passed.tau_head = 0 if tau.shape[0] == 1 else given.size
-        self.array(tau=tau, scale=given.slow["norm_scale"], shift=given.slow["norm_bias"])
-        self.arrays(start=list(given.weights.values()))
-
-    def views(self, **tensors: Tensor) -> None:
-        for name, x in tensors.items():
-            if x.ndim == 4 and x.stride(-1) != 1:
-                x = x.contiguous()
-            self.alive.append(x)
-            setattr(self.passed, name, _View(x.data_ptr(), *x.stride()[:3]))
-
-    def array(self, **tensors: Tensor) -> None:
-        for name, x in tensors.items():
-            setattr(self.passed, name, self._contiguous(x))
-
-    def arrays(self, **lists: Sequence[Tensor | None]) -> None:
-        for name, tensors in lists.items():
-            setattr(
-                self.passed, name, (ctypes.c_void_p * 4)(*[None if x is None else self._contiguous(x) for x in tensors])
-            )
-
-    def _contiguous(self, x: Tensor) -> int:
-        self.alive.append(x.contiguous())
-        return self.alive[-1].data_ptr()
-
-    def run(self, function: Any) -> None:
-        """`function` for all learners: this thread and others take equal shares. (ctypes gives up the lock of the
-        interpreter.)
-
-        Raises:
-            MemoryError: no memory for what a thread holds.
-        """
-        threads = max(1, min(torch.get_num_threads(), self.learners, self.learners * self.count // SMALLEST_SHARE))
-        passed = ctypes.byref(self.passed)
-        if threads == 1:
-            failed = [function(passed, ctypes.c_int64(0), ctypes.c_int64(self.learners))]
+    Args:
+        sizes, views, arrays: what the fields of the function's struct are made of, in order, 8 bytes each: numbers;
+            tensors `[B, H, T]` or `[B, H, T, d]` of any strides; dense tensors, and numbers. None: a null pointer.
+        shares: how many threads are worth it, at most; torch may allow fewer.
+    """
+    numbers, held = list(sizes), list[Tensor]()  # copies are held on to until the call ends
+    for x in views:
+        if x is None:
+            numbers += 0, 0, 0, 0
         else:
-            failed = divide(
-                lambda first, last: function(passed, ctypes.c_int64(first), ctypes.c_int64(last)),
-                self.learners,
-                threads,
-            )
-        if any(failed):
-            raise MemoryError(
-                f"no memory for {self.passed.group} mini-batches of a learner: a smaller layer.group_size needs less"
-            )
+            held.append(x if x.ndim == 3 or x.stride(3) == 1 else x.contiguous())
+            numbers += held[-1].data_ptr(), *held[-1].stride()[:3]
+    for array in arrays:
+        if isinstance(array, Tensor):
+            held.append(array.contiguous())
+        numbers.append(held[-1].data_ptr() if isinstance(array, Tensor) else array or 0)
+    packed, threads = struct.pack(f"={len(numbers)}q", *numbers), max(1, min(torch.get_num_threads(), learners, shares))
+
+    def some(first: int, last: int) -> int:
+        found: int = function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
+        return found
+
+    return any([some(0, learners)] if threads == 1 else divide(some, learners, threads))
+
+
+def _run(
+    function: Any,
+    call: Pass,
+    views: Sequence[Tensor | None],
+    after: Sequence[Tensor],
+    kept: Tensor | None,
+    cotangents: Sequence[Sequence[Tensor | None]] = ((), ()),
+    sums: Sequence[Tensor | None] = (None, None, None),
+) -> None:
+    """Calls a function with `Call` of `native.h`.
+
+    Args:
+        views: y, its cotangent, and those of k, v, q and η; None where there is none.
+        after, kept: the weights at the end, and at the start of each group.
+        cotangents: of the weights at the end and at the start.
+        sums: cotangents of scale and shift of each sequence, and of τ of each learner.
+
+    Raises:
+        MemoryError: no memory for what a thread holds.
+    """
+    given, eta = call.given, call.given.tokens.gates.eta
+    batch, heads, length = eta.shape
+    learners, count = batch * heads, length // given.size
+    tau = eta.new_ones(1, given.size) if given.tau is None else given.tau
+    none = (None,) * len(given.weights)
+    pad = (None,) * (4 - len(none))
+    dafter, dstart = cotangents
+    arrays: list[Tensor | int | None] = [tau, 0 if tau.shape[0] == 1 else given.size]
+    arrays += given.slow["norm_scale"], given.slow["norm_bias"], *given.weights.values(), *pad, *(after or none), *pad
+    arrays += kept, *(dafter or none), *pad, *(dstart or none), *pad, *sums
+    sizes, views = (heads, count, call.group), (*given.tokens.views[:3], eta, *views)
+    if run(function, sizes, views, arrays, learners, learners * count // SMALLEST_SHARE):
+        raise MemoryError(
+            f"no memory for {call.group} mini-batches of a learner: a smaller layer.group_size needs less"
+        )
 
 
 SMALLEST_SHARE = 32  #: mini-batches of a learner that are worth a thread

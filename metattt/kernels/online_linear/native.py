@@ -7,9 +7,7 @@ chunk, its triangular system, and the tensors between them take longer.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu.native import load
-from metattt.kernels.cpu.native_scan import use_large_pages
-from metattt.kernels.cpu.threads import divide
+from metattt.kernels.cpu.native_scan import run, use_large_pages
 from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
 from metattt.kernels.operator import BEHIND, LIBRARY, Operation, Pass, Results, empty_like_tokens, flat
 
@@ -89,21 +86,13 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         `arrays` are dense."""
         library = load(SOURCE, {})
         assert library is not None  # `reason_rejected` saw it
-        made = [x if x is None or x.ndim == 3 or x.stride(3) == 1 else x.contiguous() for x in (*pairs, *others)]
         batch, heads, count, rows = pairs.k.shape
         sizes = heads, count, count // pairs.q.shape[2], rows, pairs.v.shape[3], call.group
         flags = self.erases, call.given.decayed, call.given.exclusive, pairs.a is not None and pairs.a.ndim == 4
-        views = [n for x in made for n in ((0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3]))]
-        numbers = [*sizes, *flags, *views, *[0 if x is None else x.data_ptr() for x in arrays]]
-        packed, learners, function = struct.pack(f"={len(numbers)}q", *numbers), batch * heads, getattr(library, name)
-        new = (made[7], *made[9:], *arrays[1:3])  # y or cotangents, and what is kept
-        use_large_pages(library, *[x for x in new if x is not None])
-
-        def run(first: int, last: int) -> int:
-            return function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
-
-        threads = max(1, min(torch.get_num_threads(), learners, learners * count // SMALLEST_SHARE))
-        if any([run(0, learners)] if threads == 1 else divide(run, learners, threads)):
+        use_large_pages(library, others[0], *others[2:], *arrays[1:3])  # y or cotangents, and what is kept
+        learners, function = batch * heads, getattr(library, name)
+        shares = learners * count // SMALLEST_SHARE
+        if run(function, (*sizes, *flags), (*pairs, *others), arrays, learners, shares):
             raise MemoryError("no memory for the weights of a chunk of tokens")
 
 
