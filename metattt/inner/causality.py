@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ def declared(layer: nn.Module) -> str | None:
                 "layer=attention (see metattt layers)"
             )
         given = inspect.signature(type(part)).parameters.get("read")
-        mended = "optimizer=minibatch" if given is None else f"optimizer.read={_causal_read(given.default)}"
+        usual = "inclusive" if given is not None and given.default == "inclusive" else "previous"
+        mended = "optimizer=minibatch" if given is None else f"optimizer.read={usual}"
         return (
             f"optimizer.read={part.read} ({name}) reads weights that later tokens have trained: "
             f"set {mended}, or choose a causal layer, e.g. layer=ttt_linear (see metattt layers)"
@@ -75,9 +76,10 @@ def declared(layer: nn.Module) -> str | None:
 def found_out(layer: nn.Module, dim: int) -> bool | None:
     """Whether earlier outputs change with later tokens, tested on random tokens; None if the layer cannot run on a few
     tokens here."""
-    if any(tensor.is_meta for tensor in _tensors(layer)):
+    tensors = [*layer.parameters(), *layer.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
         return None
-    like = next((tensor for tensor in _tensors(layer) if tensor.is_floating_point()), torch.empty(0))
+    like = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
     x, other = torch.randn(2, 2, TOKENS, dim, generator=generator).to(like)
     changed = x.clone()
@@ -85,7 +87,7 @@ def found_out(layer: nn.Module, dim: int) -> bool | None:
     for row, cut in enumerate(cuts):
         changed[row, cut:] = other[row, cut:]
     try:
-        before, after = (_outputs(layer, tokens) for tokens in (x, changed))
+        before, after = (run_apart(layer, tokens)[0] for tokens in (x, changed))
     except Exception:  # a foreign layer may raise anything; it is raised again where the layer is used
         return None
     if not (before.isfinite().all() and after.isfinite().all()):
@@ -100,16 +102,14 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _outputs(layer: nn.Module, x: Tensor) -> Tensor:
-    """The outputs for `x` `[B, T, D]`. The layer stays as it is, buffers and the state of the random generators
-    included."""
+def run_apart(layer: nn.Module, x: Tensor, state: Any = None) -> Any:
+    """What a call with `x` `[B, T, D]` returns, with `visible` parameters. The layer stays as it is, buffers and the
+    state of the random generators included."""
     values = {name: visible(parameter) for name, parameter in layer.named_parameters()}
     values |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    devices = [x.device] if x.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         torch.manual_seed(0)
-        y: Tensor = functional_call(layer, values, (x, None), {"mask": None, "reset": None})[0]
-    return y
+        return functional_call(layer, values, (x, state), {"mask": None, "reset": None})
 
 
 def visible(parameter: Tensor) -> Tensor:
@@ -121,11 +121,6 @@ def visible(parameter: Tensor) -> Tensor:
     return waves.view_as(parameter) / 8
 
 
-def _tensors(layer: nn.Module) -> Iterator[Tensor]:
-    yield from layer.parameters()
-    yield from layer.buffers()
-
-
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """The same for layers that differ in the values of their parameters alone: their modules, with settings and
     functions."""
@@ -134,7 +129,3 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, settings)))
         for name, module in layer.named_modules()
     )
-
-
-def _causal_read(default: object) -> str:
-    return "inclusive" if default == "inclusive" else "previous"

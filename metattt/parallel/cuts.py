@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 from metattt.errors import MetaTTTError
-from metattt.inner.causality import same, visible
+from metattt.inner.causality import run_apart, same
 from metattt.models.end_to_end import ALONE, EndToEndBlock
 
 TOKENS, CUT = 12, 7
@@ -41,29 +37,16 @@ def check_cut(layer: nn.Module, dim: int) -> None:
     parameters = list(layer.parameters())
     if any(parameter.is_meta for parameter in parameters):
         return
-    values: dict[str, Tensor] = {name: visible(parameter) for name, parameter in layer.named_parameters()}
-    values |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
     like = next((one for one in parameters if one.is_floating_point()), torch.empty(0))
     x = torch.randn(2, TOKENS, dim, generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        whole, _ = _run(layer, values, x, None)
-        before, state = _run(layer, values, x[:, :CUT], None)
-        after, _ = _run(layer, values, x[:, CUT:], state)
+        whole, _ = run_apart(layer, x)
+        before, state = run_apart(layer, x[:, :CUT])
+        after, _ = run_apart(layer, x[:, CUT:], state)
     except Exception:  # whatever a layer of others raises: it will be raised again where the layer is used
         return
     if not same(whole, torch.cat([before, after], dim=1)):
         raise MetaTTTError(
-            f"{type(layer).__name__} needs all tokens of a sequence in one call: with the state of an earlier call "
-            "its outputs "
-            "differ, so it needs trainer.time_ranks=1"
+            f"{type(layer).__name__} needs all tokens of a sequence in one call: with the state of an earlier call its "
+            "outputs differ, so it needs trainer.time_ranks=1"
         )
-
-
-@torch.no_grad()
-def _run(layer: nn.Module, values: Mapping[str, Tensor], x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """Outputs and state, with the layer and the random generators left as they are."""
-    devices = [x.device] if x.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        y, state = functional_call(layer, dict(values), (x, state), {"mask": None, "reset": None})
-    return y, state
