@@ -13,15 +13,16 @@ from metattt.errors import MetaTTTError
 S = TypeVar("S")
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:
-    """`value` with `function` applied to every tensor in its tuples, lists and dictionaries, whatever their types."""
+def map_tensors(function: Callable[[Any], Any], value: S, kind: type = Tensor) -> S:
+    """`value` with `function` applied to every tensor in its tuples, lists and dictionaries, whatever their types; or
+    to everything of another `kind`."""
     found: Any = value
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         found = function(value)
     elif isinstance(value, Mapping):
-        found = {key: map_tensors(function, item) for key, item in value.items()}
+        found = {key: map_tensors(function, item, kind) for key, item in value.items()}
     elif isinstance(value, tuple | list):
-        items = [map_tensors(function, item) for item in value]
+        items = [map_tensors(function, item, kind) for item in value]
         found = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return found
 

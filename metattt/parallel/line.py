@@ -217,14 +217,7 @@ def frame_of(state: Any) -> tuple[Any, list[Slot], list[Tensor]]:
 
 def fill(frame: Any, function: Callable[[Slot], Any]) -> Any:
     """A frame with `function` of every slot in its place."""
-    if isinstance(frame, Slot):
-        return function(frame)
-    if isinstance(frame, dict):
-        return {key: fill(value, function) for key, value in frame.items()}
-    if isinstance(frame, tuple | list):
-        items = [fill(value, function) for value in frame]
-        return type(frame)(*items) if hasattr(frame, "_fields") else type(frame)(items)
-    return frame
+    return map_tensors(function, frame, Slot)
 
 
 def _order(slots: Sequence[Slot]) -> list[int]:
@@ -239,8 +232,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor):
             raise MetaTTTError(
                 "a layer's state keeps a tensor in an object of its own, and only tuples, lists and dictionaries can "
-                "be "
-                "sent between processes: return such a state, or leave out trainer.time_ranks"
+                "be sent between processes: return such a state, or leave out trainer.time_ranks"
             )
 
 

@@ -105,10 +105,10 @@ def kept(gates: Gates, ctx: Context) -> Tensor:
 
 def moved(fresh: Memory, factor: Tensor, weights: Memory, origin: Memory) -> Memory:
     """`W'₀ + A (W − W₀)`, of every tensor that moves; `origin` are those of a fresh sequence."""
-    first = next(iter(origin.values()))
+    first, start = next(iter(origin.values())), next(iter(weights.values()))  # at the start all slots are W0
     return {
         slot: {
-            name: x + expand_like(factor, x) * (_carried(weights, slot)[name] - first[name])
+            name: x + expand_like(factor, x) * (weights.get(slot, start)[name] - first[name])
             for name, x in named.items()
         }
         for slot, named in fresh.items()
@@ -209,8 +209,3 @@ def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     expected |= {slot: first for slot in found if slot in FIXED}
     alike = {slot: named.keys() for slot, named in found.items()} == {slot: of.keys() for slot, of in expected.items()}
     return alike and all(same(w, expected[slot][n]) for slot, named in found.items() for n, w in named.items())
-
-
-def _carried(weights: Memory, slot: str) -> dict[str, Tensor]:
-    """The tensors of a slot; at the start all slots are W0, and `weights` is not yet there."""
-    return weights[slot] if slot in weights else next(iter(weights.values()))

@@ -70,7 +70,7 @@ def truncated_loss(
         leaving: list[Tensor] = []
         state = map_tensors(lambda x, found=entering: _leaf(x, found), state)  # type: ignore[misc]
         loss, state = read(piece, state)
-        map_tensors(leaving.append, state)  # type: ignore[arg-type]
+        map_tensors(leaving.append, state)
         kept.append(_Chunk(entering, leaving, loss))
         _reach_back(kept, parameters, gradients, 1 if number == len(pieces) else last)
         losses.append(loss.detach())
