@@ -37,6 +37,15 @@ class Coefficients(NamedTuple):
     mix: Tensor | None  # [B, H, n, n]; None if no row is read
     advance: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
+    def before(self, base: str) -> Coefficients:
+        """Row t − 1 in place of every row t; before the first one, the weights in the slot `base`."""
+        assert self.mix is not None
+        rows = {
+            name: row if row is None else F.pad(row[..., :-1], (1, 0), value=float(name == base))
+            for name, row in self.rows.items()
+        }
+        return self._replace(rows=rows, mix=F.pad(self.mix[..., :-1, :], (0, 0, 1, 0)))
+
 
 def plain_coefficients(eta: Tensor, base: str, read: str | None) -> Coefficients:
     """The rule whose only gate is η: `C = tril(1)`. Arguments as in `general_coefficients`."""
@@ -90,10 +99,8 @@ def general_coefficients(
         advance["momentum"] = ({"momentum": kept[..., -1]} if momentum else {}, sums[..., -1, :] * eta)
     mix = mix * eta.unsqueeze(-2)
     advance["weights"] = ({name: row[..., -1] for name, row in rows.items()}, mix[..., -1, :])
-    if read == "exclusive":  # row t − 1 for query t
-        rows = {name: F.pad(row[..., :-1], (1, 0), value=float(name == base)) for name, row in rows.items()}
-        mix = F.pad(mix[..., :-1, :], (0, 0, 1, 0))
-    return Coefficients({**rows}, None if read is None else mix, advance)
+    found = Coefficients({**rows}, None if read is None else mix, advance)
+    return found.before(base) if read == "exclusive" else found
 
 
 def token_step_coefficients(

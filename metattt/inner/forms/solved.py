@@ -4,7 +4,6 @@ product."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.inner.forms import chunks
@@ -25,18 +24,9 @@ def chunk(
     if gates.decay is not None or (loop.plan.by_chunks and gates.beta is None and gates.weight_lr is None):
         return chunks.chunk(loop, tokens, memory, read)
     how = loop.rule.coefficients(tokens.gates, phase, memory, read or "inclusive")
-    before = how if read == "exclusive" else _row_before(how, newest(memory))
+    before = how if read == "exclusive" else how.before(newest(memory))
     gradients = solve(loop, tokens, memory, before)
     return finish(loop, tokens, memory, phase, read, loop.rule.current(memory, phase), gradients, how)
-
-
-def _row_before(how: Coefficients, start: str) -> Coefficients:
-    """Row t − 1 for every row t; before the first one, the weights in the slot `start`."""
-    assert how.mix is not None
-    rows = {
-        base: x if x is None else F.pad(x[..., :-1], (1, 0), value=float(base == start)) for base, x in how.rows.items()
-    }
-    return how._replace(rows=rows, mix=F.pad(how.mix[..., :-1, :], (0, 0, 1, 0)))
 
 
 def solve(loop: Parts, tokens: Tokens, memory: Memory, how: Coefficients) -> PerTokenGradients:
