@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups
+from metattt.inner.packing import take_columns
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory, choose, newest
@@ -35,7 +36,7 @@ def steps(
                 "optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full"
             )
         size = tokens.views.k.shape[2] // rule.steps
-        for part in tokens.map(lambda x: _permuted(x, order)).split(size):
+        for part in tokens.map(lambda x: take_columns(x, order)).split(size):
             _, memory = in_groups(loop, part, memory, [Block(size, 0, True, size)], False)
             yield memory
         return
@@ -95,9 +96,3 @@ def read_only(loop: Parts, q: Tensor, state: State, dtype: torch.dtype) -> Tenso
         loop = loop._replace(matmul_dtype=q.dtype, slow=slow)
         parts = q.to(dtype).split(size, dim=2) if mixes else [q.to(dtype)]
         return torch.cat([loop.predict(weights, part) for part in parts], dim=2)
-
-
-def _permuted(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens of `x` `[B, H, T, ...]` in the order `[1, H, T]`."""
-    index = order.view(*order.shape, *(1,) * (x.ndim - 3))
-    return x.gather(2, index.expand(x.shape[0], -1, -1, *x.shape[3:]))

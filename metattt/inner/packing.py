@@ -22,6 +22,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import Block, consecutive, each
+from metattt.modules import expand_like
 from metattt.state import Context, State
 
 
@@ -46,18 +47,17 @@ class ColumnLayout(NamedTuple):
         """`[B, H, T, ...]` to `[B, H, columns, ...]`, zeros in unfilled columns."""
         assert self.source is not None
         padded = torch.cat([x, x.new_zeros(*x.shape[:2], 1, *x.shape[3:])], dim=2)
-        return _gather(padded, self.source)
+        return take_columns(padded, self.source.unsqueeze(1))
 
     def gather(self, y: Tensor) -> Tensor:
         """The inverse of `scatter` on filled columns."""
         assert self.column is not None
-        return _gather(y, self.column)
+        return take_columns(y, self.column.unsqueeze(1))
 
 
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """Columns `index` `[B, N]` of `x` `[B, H, T, ...]`."""
-    index = index.view(index.shape[0], 1, index.shape[1], *(1,) * (x.ndim - 3))
-    return x.gather(2, index.expand(-1, x.shape[1], -1, *x.shape[3:]))
+def take_columns(x: Tensor, index: Tensor) -> Tensor:
+    """Columns `index` `[B or 1, H or 1, N]` of `x` `[B, H, T, ...]`."""
+    return x.gather(2, expand_like(index, x).expand(*x.shape[:2], -1, *x.shape[3:]))
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------

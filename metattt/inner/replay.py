@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.packing import ColumnLayout, make_layout
+from metattt.inner.packing import ColumnLayout, make_layout, take_columns
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import NAMES, Tokens
+from metattt.modules import expand_like
 from metattt.state import Context, State, Tensors
 
 
@@ -49,13 +50,11 @@ def tail(placed: Tokens, layout: ColumnLayout, after: Tensor, size: int) -> Tens
     end = torch.full_like(after, columns) if layout.is_filled is None else (places * layout.is_filled).amax(1)
     slot = torch.arange(size - 1, device=after.device)
     belongs = (slot >= size - 1 - (after % size).unsqueeze(1)).unsqueeze(1)
-    index = end.unsqueeze(1) + slot  # in columns padded by b − 1 on the left
+    index = (end.unsqueeze(1) + slot).unsqueeze(1)  # in columns padded by b − 1 on the left
     kept_tokens = {}
     for name, x in zip(NAMES, placed.tensors, strict=True):
         if x is None:
             continue
         padded = torch.cat([x.new_zeros(*x.shape[:2], size - 1, *x.shape[3:]), x], dim=2)
-        shape = (index.shape[0], 1, size - 1, *(1,) * (x.ndim - 3))
-        kept = padded.gather(2, index.view(shape).expand(-1, x.shape[1], -1, *x.shape[3:]))
-        kept_tokens[name] = kept * belongs.view(index.shape[0], 1, size - 1, *(1,) * (x.ndim - 3))
+        kept_tokens[name] = take_columns(padded, index) * expand_like(belongs, padded)
     return kept_tokens
