@@ -18,13 +18,13 @@ from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
-from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
+from metattt.inner.verify import Function, other_function, other_loss, remembered
 from metattt.learners.base import Learner
 from metattt.learners.non_parametric import NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.optimizers.checks import WrongReturn, check_move, linear_rule, settle
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
-from metattt.tasks.base import Task, Views
+from metattt.tasks.base import Task, Views, dot_product, squared_error
 
 T = TypeVar("T")
 
@@ -54,8 +54,7 @@ def make_plan(
         settle(optimizer, num_heads, found)
     if outer != "exact" and not learner.has_weights:
         raise MetaTTTError(
-            f"layer.outer={outer} changes inner gradients, and {type(learner).__name__} has none: set "
-            "layer.outer=exact"
+            f"layer.outer={outer} changes inner gradients, and {type(learner).__name__} has none: set layer.outer=exact"
         )
     if not learner.has_weights:
         check_choice("layer.form", form, ASKED)
@@ -64,9 +63,7 @@ def make_plan(
                 given = gate is not None and not (name == "write" and bool((gate == 1).all()))
                 if given and name not in learner.gates:
                     off = getattr(optimizer, "data_gates", {}).get(name, "another optimizer")
-                    raise MetaTTTError(
-                        f"{type(learner).__name__} does not use the {name} gate of its rule: set {off}"
-                    )
+                    raise MetaTTTError(f"{type(learner).__name__} does not use the {name} gate of its rule: set {off}")
         if task.label_dim != head_dim:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are "
@@ -112,9 +109,10 @@ def make_plan(
     if isinstance(found, Gates):
         if hasattr(optimizer, "move"):
             tried(lambda: check_move(materialized(optimizer), learner.init.items(), found))
-        views = tried(lambda: views_of(task, dim, optimizer.mini_batch_size))
-        if views is None:
-            views = Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
+        made = tried(
+            lambda: returned(task, "views", task.views(*_token(task, dim), _context(optimizer.mini_batch_size)), Views)
+        )
+        views = made[0] if made is not None else Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
         check_tokens(Parts(task, learner, optimizer, plan), Tokens(views, found))
     return plan
 
@@ -148,11 +146,6 @@ def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...
             "that it was given if the next call needs nothing"
         )
     return found
-
-
-def views_of(task: Task, dim: int, mini_batch_size: int) -> Views:
-    """A task's views of one random token."""
-    return returned(task, "views", task.views(*_token(task, dim), _context(mini_batch_size)), Views)[0]
 
 
 def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object:

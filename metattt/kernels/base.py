@@ -24,7 +24,7 @@ from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.optimizers.checks import linear_rule as linear_rule  # for kernels of one's own
 from metattt.state import Tensors
-from metattt.tasks.base import Task
+from metattt.tasks.base import Task, squared_error
 
 CPU = torch.device("cpu")
 
@@ -61,10 +61,7 @@ class Kernel(ABC):
             slow: outer-loop weights, `[H, *shape]`.
         """
 
-    @staticmethod
-    def loss(prediction: Tensor, v: Tensor) -> Tensor:
-        """The loss per token that the kernel is made for: ½‖prediction − v‖²."""
-        return 0.5 * (prediction - v).square().sum(-1)
+    loss = staticmethod(squared_error)  #: per token, that the kernel is made for
 
     @abstractmethod
     def reason_rejected(self, given: MiniBatches) -> str | None:

@@ -103,3 +103,13 @@ class Task(Component, ABC):
     @abstractmethod
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
         """ℓ per token: predictions `[B, H, T, d]` and labels `[B, H, T, ·]` to `[B, H, T]`. Tokens must not mix."""
+
+
+def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
+    """½‖prediction − v‖² per token."""
+    return 0.5 * (prediction - v).square().sum(-1)
+
+
+def dot_product(prediction: Tensor, v: Tensor) -> Tensor:
+    """−⟨prediction, v⟩ per token."""
+    return -(prediction * v).sum(-1)

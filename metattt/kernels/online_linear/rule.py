@@ -12,7 +12,7 @@ from metattt.kernels.base import Kernel
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.optimizers.checks import linear_rule
-from metattt.tasks.base import Task
+from metattt.tasks.base import Task, dot_product
 
 
 class OnlineLinear(Kernel):
@@ -39,10 +39,7 @@ class OnlineDot(OnlineLinear):
     """The dot product's loss, by which nothing is erased."""
 
     erases = False
-
-    @staticmethod
-    def loss(prediction: Tensor, v: Tensor) -> Tensor:
-        return -(prediction * v).sum(-1)
+    loss = staticmethod(dot_product)
 
 
 class Pairs(NamedTuple):
