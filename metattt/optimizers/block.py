@@ -37,6 +37,8 @@ class BlockRule(StepSize):
     #: the slots that `move` keeps from mini-batch to mini-batch; zeros in the first one, unless `begin` sets them
     own_slots: tuple[str, ...] = setting(default=(), init=False)
 
+    counts = False  #: `move` needs the tokens of the mini-batch: `memory["pool"]["count"]`, which sums up κ
+
     read: Read = "previous"
 
     def check_settings(self) -> None:
@@ -113,7 +115,7 @@ class BlockRule(StepSize):
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
-        if not given:
+        if not given and not self.counts:
             return memory
         # κ is 0 at padding, which must not count; without any, all tokens do
         counted = torch.ones_like(next(iter(given.values()))) if gates.kappa is None else gates.kappa

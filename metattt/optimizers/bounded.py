@@ -22,6 +22,7 @@ class Bounded(BlockRule):
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
     """
 
+    counts = True
     mini_batch_size = WHOLE_CALL
     read: Read = "final"
     lr = "constant"
@@ -35,13 +36,6 @@ class Bounded(BlockRule):
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
         return gates._replace(kappa=torch.ones_like(gates.eta)), state  # 0 at padding, which does not count
-
-    def observe(self, memory: Memory, gates: Gates) -> Memory:
-        """Counts the tokens of the open mini-batch."""
-        assert gates.kappa is not None
-        count = gates.kappa.sum(-1)
-        before = memory.get("pool", {}).get("count")
-        return memory | {"pool": {"count": count if before is None else before + count}}
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         count = memory["pool"]["count"].clamp(min=1)
