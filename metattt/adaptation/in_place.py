@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import check_flag, check_integer, check_number
+from metattt.state import State
 
 TAPS = 5  # of the convolution, two of them ahead
 
@@ -26,10 +27,7 @@ class InPlaceState(NamedTuple):
     inputs: Tensor
     labels: Tensor
 
-    def select(self, index: Tensor) -> InPlaceState:
-        """The states of the sequences `index`."""
-        change = None if self.change is None else self.change[index]
-        return InPlaceState(change, self.inputs[index], self.labels[index])
+    map, select = State.map, State.select  # type: ignore[misc]
 
 
 class InPlaceLinear(nn.Module):

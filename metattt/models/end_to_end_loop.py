@@ -27,7 +27,7 @@ from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
 from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, needs_probes, rounds
-from metattt.nested import count_bytes, map_tensors, tensors_of
+from metattt.nested import map_tensors, tensors_of
 from metattt.state import State, Tensors
 
 
@@ -52,10 +52,7 @@ class Adaptation(NamedTuple):
     ids: Tensor
     start: tuple[Any, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all distinct tensors."""
-        return count_bytes(self)
+    map, nbytes = State.map, State.nbytes  # type: ignore[misc]
 
 
 torch.serialization.add_safe_globals([Adaptation])

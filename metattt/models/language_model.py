@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,14 @@ from metattt.inner.packing import Packing, check_flags, pack
 from metattt.memory_limit import check_memory_limit
 from metattt.models.block import INIT_STD, Backbone, pattern_of, take
 from metattt.models.linear_cross_entropy import linear_cross_entropy
-from metattt.nested import count_bytes, map_tensors, move_tensors
+from metattt.nested import map_tensors
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.state import Context
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from metattt.state import Context, State
 
 
 class LanguageModelState(NamedTuple):
-    """What the model carries between calls for `B` sequences.
+    """What the model carries between calls for `B` sequences; methods as those of `State`.
 
     Attributes:
         layers: state of every block's sequence layer; after them what else a model carries (`EndToEnd`: its inner
@@ -39,37 +36,12 @@ class LanguageModelState(NamedTuple):
         """A state with `function` applied to every tensor."""
         return map_tensors(function, self)
 
-    def to(self, *args: Any, **kwargs: Any) -> LanguageModelState:
-        """The state on another device, or in another type: see `metattt.nested.move_tensors`."""
-        return move_tensors(self, *args, **kwargs)
-
-    def detach(self) -> LanguageModelState:
-        """Cuts the graph: later losses no longer reach what was read so far."""
-        return self.map(Tensor.detach)
-
     def select(self, index: Tensor) -> LanguageModelState:
         """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
         return self.map(lambda tensor: tensor.index_select(0, index))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all distinct tensors."""
-        return count_bytes(self)
-
-    def save(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Writes what was learned to a file, apart from the model; see `State.save`."""
-        from metattt.checkpoints.states import write_state
-
-        write_state(path, self, model)
-
-    @classmethod
-    def load(
-        cls, path: str | Path, device: torch.device | str = "cpu", model: nn.Module | None = None
-    ) -> LanguageModelState:
-        """What `save` has written, bit for bit; see `State.load`."""
-        from metattt.checkpoints.states import read_state
-
-        return read_state(path, cls, device, model)
+    to, detach, nbytes = State.to, State.detach, State.nbytes  # type: ignore[misc]
+    save, load = State.save, classmethod(State.load.__func__)  # type: ignore[misc]
 
 
 torch.serialization.add_safe_globals([LanguageModelState])
