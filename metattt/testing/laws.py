@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,15 +19,7 @@ from metattt.nested import tensors_of
 from metattt.optimizers.block import BlockRule
 from metattt.state import State
 from metattt.testing.padding import masks, packing
-from metattt.testing.rounding import (
-    FACTOR,
-    forms_float32,
-    forms_in,
-    loss_of_the_oracle,
-    precision_gradients,
-    precision_outputs,
-    sensitivity,
-)
+from metattt.testing.rounding import FACTOR, forms_in, loss_of_the_oracle, precision, sensitivity
 from metattt.testing.sharing import aliasing, threads
 from metattt.testing.specimen import (
     Found,
@@ -79,11 +72,6 @@ class Law:
             return Found(error, self.bound, f"{words}, which explains no more than the usual bound", True)
         bound = FACTOR * measured
         return Found(error, bound, f"{words}, {FACTOR:.0f} times that is allowed", not error <= bound)
-
-
-def forms(spec: Specimen) -> float:
-    """Every form gives the outputs and gradients of the reference, also if a sequence is split."""
-    return forms_in(spec, torch.float64)
 
 
 def groups(spec: Specimen) -> float:
@@ -249,9 +237,9 @@ def _takes_any_length(layer: TTTLayer) -> None:
 LAWS: dict[str, Law] = {
     law.name: law
     for law in (
-        Law("forms", "forms agree, float64", forms, 1e-9),
+        Law("forms", "forms agree, float64", partial(forms_in, dtype=torch.float64), 1e-9),
         Law("groups", "recomputed = stored", groups, 1e-9),
-        Law("forms_float32", "forms agree, float32", forms_float32, 1e-4, loss_of_the_oracle),
+        Law("forms_float32", "forms agree, float32", partial(forms_in, dtype=torch.float32), 1e-4, loss_of_the_oracle),
         Law("derivatives", "gradients = finite differences", derivatives, 1e-6),
         Law("splits", "splits agree", splits, 1e-9),
         Law("causality", "no later token is seen", causality, 0.0),
@@ -261,7 +249,9 @@ LAWS: dict[str, Law] = {
         Law("round_trips", "copies and saved states", round_trips, 1e-12),
         Law("aliasing", "later calls do not change a state", aliasing, 0.0),
         Law("threads", "threads do not interfere", threads, 1e-9),
-        Law("precision_outputs", "bf16 outputs", precision_outputs, 2e-2, sensitivity("outputs")),
-        Law("precision_gradients", "bf16 gradients", precision_gradients, 5e-2, sensitivity("gradients")),
+        *(
+            Law(f"precision_{of}", f"bf16 {of}", partial(precision, of=of), bound, partial(sensitivity, of=of))
+            for of, bound in (("outputs", 2e-2), ("gradients", 5e-2))
+        ),
     )
 }

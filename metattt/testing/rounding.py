@@ -13,7 +13,6 @@ singular values hundreds of times, in any implementation). Another form may lose
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -26,10 +25,6 @@ from metattt.testing.specimen import NotApplicable, Run, Specimen, compare, run
 
 FACTOR = 4.0
 DRAWS = 3  # of a rounding; the worst counts
-
-
-def forms_float32(spec: Specimen) -> float:
-    return forms_in(spec, torch.float32)
 
 
 def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
@@ -45,7 +40,7 @@ def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
 
 
 def loss_of_the_oracle(spec: Specimen) -> tuple[float, str]:
-    """The error of the reference in float32, measured as in `forms_float32`, with an explanation."""
+    """The error of the reference in float32, measured as in `forms_in`, with an explanation."""
     form, cuts = spec.forms()[0], _cuts(spec)
     single = spec.make(form=form, dtype=torch.float32)
     double = spec.make(form=form)
@@ -59,41 +54,22 @@ def loss_of_the_oracle(spec: Specimen) -> tuple[float, str]:
     return worst, f"form={form} itself loses {worst:.1e} in float32"
 
 
-def precision_outputs(spec: Specimen) -> float:
-    """bf16 autocast against fp32, outputs: relative Frobenius error; the carried weights stay fp32."""
-    return _precision(spec, _outputs)
-
-
-def precision_gradients(spec: Specimen) -> float:
-    """bf16 autocast against fp32, all gradients together: relative Frobenius error."""
-    return _precision(spec, _gradients)
-
-
-def sensitivity(of: str) -> Callable[[Specimen], tuple[float, str]]:
-    """How far rounded tokens and parameters move the `outputs` or `gradients` in float32, with an explanation."""
-
-    def measure(spec: Specimen) -> tuple[float, str]:
-        moved = _sensitivity(spec, _outputs if of == "outputs" else _gradients)
-        return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves {of} by {moved:.1e}"
-
-    return measure
-
-
-def _precision(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
+def precision(spec: Specimen, of: str) -> float:
+    """bf16 autocast against fp32, of the `outputs`, or of all `gradients` together: relative Frobenius error; the
+    carried weights stay fp32."""
     layer, x = _wide(spec)
-    full = run(layer, x, grads=part is _gradients)
+    full = run(layer, x, grads=of == "gradients")
     with torch.autocast("cpu", torch.bfloat16):
-        half = run(layer, x, grads=part is _gradients)
-    for weights in half.state.weights.values():
-        if any(value.dtype != torch.float32 for value in weights.values()):
-            return math.inf
-    return _frobenius(part(half), part(full))
+        half = run(layer, x, grads=of == "gradients")
+    if any(value.dtype != torch.float32 for weights in half.state.weights.values() for value in weights.values()):
+        return math.inf
+    return _frobenius(half, full, of)
 
 
-def _sensitivity(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
+def sensitivity(spec: Specimen, of: str) -> tuple[float, str]:
+    """How far rounded tokens and parameters move the `outputs` or `gradients` in float32, with an explanation."""
     layer, x = _wide(spec)
-    full = part(run(layer, x, grads=part is _gradients))
-    worst = 0.0
+    full, worst = run(layer, x, grads=of == "gradients"), 0.0
     for seed in range(DRAWS):
         moved, _ = _wide(spec)
         generator = torch.Generator().manual_seed(seed)
@@ -101,10 +77,9 @@ def _sensitivity(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
             for parameter in moved.parameters():
                 parameter.copy_(_rounded(parameter, torch.bfloat16, generator))
         _round_steps(moved.optimizer, generator)
-        worst = max(
-            worst, _frobenius(part(run(moved, _rounded(x, torch.bfloat16, generator), grads=part is _gradients)), full)
-        )
-    return worst
+        found = run(moved, _rounded(x, torch.bfloat16, generator), grads=of == "gradients")
+        worst = max(worst, _frobenius(found, full, of))
+    return worst, f"rounding tokens, parameters and inner steps to bf16 alone moves {of} by {worst:.1e}"
 
 
 def _round_steps(rule: InnerOptimizer, generator: torch.Generator) -> None:
@@ -133,16 +108,12 @@ def _rounded(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tenso
     return (x * (1 + torch.finfo(dtype).eps / 2 * noise)).to(x.dtype)
 
 
-def _outputs(found: Run) -> Tensor:
-    return found.y.float()
-
-
-def _gradients(found: Run) -> Tensor:
-    return torch.cat([gradient.float().flatten() for gradient in found.grads.values()])
-
-
-def _frobenius(found: Tensor, expected: Tensor) -> float:
-    error = ((found - expected).norm() / expected.norm()).item()
+def _frobenius(found: Run, expected: Run, of: str) -> float:
+    now, then = (
+        one.y.float() if of == "outputs" else torch.cat([gradient.float().flatten() for gradient in one.grads.values()])
+        for one in (found, expected)
+    )
+    error = ((now - then).norm() / then.norm()).item()
     return error if math.isfinite(error) else math.inf
 
 

@@ -39,10 +39,6 @@ class Found(NamedTuple):
     note: str
     failed: bool
 
-    @property
-    def holds(self) -> bool:
-        return not self.failed
-
 
 class Run(NamedTuple):
     """The results of one or several calls on a sequence: outputs `[B, T, D]`, final state, gradients by parameter name
