@@ -49,11 +49,11 @@ def known(name: str, *overrides: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("way", "functions", "files", "calls"), [
-    ("fused", 85, 16, 117),
+    ("fused", 81, 16, 102),
     ("dual", 104, 19, 400),
     ("module", 103, 23, 798),
     ("solved", 89, 22, 121),
-    ("online", 83, 20, 119),
+    ("online", 83, 20, 116),
     ("titans", 97, 23, 201),
 ])  # fmt: skip
 def test_one_forward_pass(way: str, functions: int, files: int, calls: int) -> None:

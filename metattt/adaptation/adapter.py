@@ -296,6 +296,7 @@ class Adapter:
         made: list[Any] = []
         first: list[Tensor] = []
         valid = self._valid(state)
+        complete = self._complete(valid, state)
         for _ in range(self.rule.steps):
             names = list(memory["commit"])
 
@@ -308,11 +309,10 @@ class Adapter:
             with torch.no_grad():
                 gradients, found = gradients_of(loss, list(memory["commit"].values()), True, self.clip)
                 first = first or found
-                memory = self._moved(memory, dict(zip(names, gradients, strict=True)), valid, state)
+                memory = self._moved(memory, dict(zip(names, gradients, strict=True)), complete)
         nats, values, model = first[0], first[1] if logits else None, refill(made[0], first[1 + logits :])
         scored = self._scored(nats, state, count)
         stop = state.position + state.waiting
-        complete = self._complete(valid, state)
         seen = tuple(
             (*(one for one in before if one[0] != document), (document, stop if end is None else min(end, stop)))
             if taken else before
@@ -321,16 +321,13 @@ class Adapter:
         after = state._replace(weights=memory, model=model, seen=seen)
         return scored, after, None if values is None else _last(values, count)
 
-    def _moved(self, memory: Memory, gradients: dict[str, Tensor], valid: Tensor, state: Adapted) -> Memory:
-        """The memory after a step, of the documents whose mini-batch is complete, or has ended."""
-        gates = map_tensors(lambda gate: gate.expand(len(valid), -1, -1), self._gates)
+    def _moved(self, memory: Memory, gradients: dict[str, Tensor], complete: list[bool]) -> Memory:
+        """The memory after a step, in the documents whose mini-batch is `complete`."""
+        gates = map_tensors(lambda gate: gate.expand(len(complete), -1, -1), self._gates)
         eta = gates.eta[:, :, 0]
         update = {name: -expand_like(eta, gradient) * gradient for name, gradient in gradients.items()}
         after = self.rule.commit(self.rule.observe(memory, gates) | {"update": update}, self.rule.mini_batch_size)
-        complete = self._complete(valid, state)
-        if all(complete):
-            return after
-        return choose(torch.tensor(complete, device=valid.device), after, memory, after)
+        return after if all(complete) else choose(torch.tensor(complete, device=eta.device), after, memory, after)
 
     def _losses(self, weights: dict[str, Tensor], state: Adapted) -> tuple[Tensor, Any, Tensor]:
         """Nats `[B, m]` and logits `[B, m, V]` of the open mini-batch, m tokens of it that have one before them, and

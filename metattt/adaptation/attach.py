@@ -64,7 +64,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         raise MetaTTTError(
             f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
         )
-    call = Call(model, names[0])
+    call, width = Call(model, names[0]), int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
     about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
     made: dict[str, _Beside | _InPlace] = {}
     for name in names:
@@ -73,13 +73,13 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
             raise MetaTTTError(f"{name} has an attached layer already: call its `detach()` first")
         if layer == IN_PLACE:
             mlp = model.get_submodule(name.rpartition(".")[0])
-            made[name] = _InPlace(name, module, call, mlp, _width(model), dict(settings))
+            made[name] = _InPlace(name, module, call, mlp, width, dict(settings))
         else:
-            made[name] = _Beside(name, module, call, layer, how, _width(model), settings)
+            made[name] = _Beside(name, module, call, layer, how, width, settings)
     causality = Causality()
     for one in made.values():
         if isinstance(one, _Beside):
-            causality.check(one.layer, _width(model))
+            causality.check(one.layer, width)
     for name, one in made.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, one)
@@ -298,10 +298,6 @@ class _InPlace(nn.Module):
 
     def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> None:
         self.__dict__["call"].given.entered = args[0]
-
-
-def _width(model: Any) -> int:
-    return int(model.config.hidden_size)
 
 
 def _heads(attention: nn.Module, dim: int) -> int:

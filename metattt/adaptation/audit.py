@@ -99,23 +99,18 @@ def repeated(documents: Sequence[Tensor]) -> list[tuple[int, int]]:
 def _first(
     expected: Sequence[Tensor], scored: Sequence[Tensor], number: int, place: int, carries: bool, noise: float
 ) -> Leak | None:
-    """The first prediction that moved by a change of document `number` from token `place` on."""
-    for document, stop in _untouched([len(one) for one in expected], number, place, carries):
-        difference = (expected[document][:stop].double() - scored[document][:stop].double()).abs().amax(-1)
+    """The first prediction that moved by a change of document `number` from token `place` on, of those that must not:
+    up to that token, and in documents that do not see this one."""
+    for document, one in enumerate(expected):
+        if document > number and carries:
+            break
+        stop = place + 1 if document == number else len(one)
+        difference = (one[:stop].double() - scored[document][:stop].double()).abs().amax(-1)
         moved = (difference > noise) | difference.isnan()
         if bool(moved.any()):
             token = int(moved.int().argmax())
             return Leak(document, token, (number, place), float(difference[token]))
     return None
-
-
-def _untouched(lengths: Sequence[int], number: int, place: int, carries: bool) -> Iterator[tuple[int, int]]:
-    """Documents and how many of their predictions must not move."""
-    for document, length in enumerate(lengths):
-        if document == number:
-            yield document, place + 1
-        elif document < number or not carries:
-            yield document, length
 
 
 def _moved(one: Tensor, other: Tensor) -> float:

@@ -330,11 +330,8 @@ class Reconstruction(Task):
 
     def _with_delta(self, v: Tensor, x: Tensor) -> Tensor:
         """v `[B, G, T, d]`, followed by the token's δ."""
-        return torch.cat([v, self._delta(x).to(v.dtype)], dim=-1)
-
-    def _delta(self, x: Tensor) -> Tensor:
-        """δ of every token, `[B, G, T, 1]`, in fp32 or wider."""
-        return F.softplus(affine(x, self.delta_weight, self.delta_bias)).mT.unsqueeze(-1)
+        delta = F.softplus(affine(x, self.delta_weight, self.delta_bias)).mT.unsqueeze(-1)  # in fp32 or wider
+        return torch.cat([v, delta.to(v.dtype)], dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[B, T, n d]` to `[B, n, T, d]`."""

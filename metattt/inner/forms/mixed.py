@@ -64,13 +64,13 @@ class MixedGradients(PerTokenGradients):
         for use, delta in zip(uses, deltas, strict=True):
             delta = delta.movedim(0, 2)  # [B, H, s, n, ..., d]
             rows = tuple(range(3, delta.ndim - 1))
-            if use.weight and use.input is not None and use.scale:
-                product = use.input.unsqueeze(2) * scaled(delta, scales.get(use.weight))
-                self.vectors.setdefault(use.weight, []).append(product.sum(rows))
-            elif use.weight and use.input is not None:
+            if use.weight and use.input is not None:
                 moved = scaled(delta, scales.get(use.weight))
-                pulled = Cotangents(use.input.flatten(2, -2), moved.flatten(3, -2), use.transpose)
-                self.uses.setdefault(use.weight, []).append(pulled)
+                if use.scale:
+                    self.vectors.setdefault(use.weight, []).append((use.input.unsqueeze(2) * moved).sum(rows))
+                else:
+                    pulled = Cotangents(use.input.flatten(2, -2), moved.flatten(3, -2), use.transpose)
+                    self.uses.setdefault(use.weight, []).append(pulled)
             if use.bias:
                 self.vectors.setdefault(use.bias, []).append(scaled(delta, scales.get(use.bias)).sum(rows))
 

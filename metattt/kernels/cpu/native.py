@@ -55,7 +55,7 @@ def _compiled(source: Path, defines: list[str]) -> Path:
     about += [path.read_text() for path in (source, *sorted(HEADERS.glob("*.h")))]
     digest = hashlib.sha256("\0".join(about).encode()).hexdigest()
     name = f"{source.parent.name}-{digest[:24]}.so"
-    folder = _folder()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metattt" / "native"
     library = folder / name
     if library.exists():
         return library
@@ -101,7 +101,3 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
     described = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(described)))
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metattt" / "native"

@@ -50,7 +50,8 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
         from metattt.kernels.ttt_linear import backward
 
         given, biased = call.given, len(call.given.weights) > 1
-        (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
+        (q, k, v, eta), norm = launched(given), parameters(given)
+        tau = given.tau
         out = backward.allocate(q, k, v, eta, call.sequences, biased, tau is not None, given.size)
         d_o = torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2))
         d_state = None
@@ -59,21 +60,7 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
             pairs = zip(dweights[:4], shapes, strict=True)
             d_state = tuple(eta.new_zeros(shape) if x is None else x.contiguous() for x, shape in pairs)
         backward.launch_backward(
-            out,
-            d_o,
-            d_state,
-            q,
-            k,
-            v,
-            eta,
-            scale,
-            shift,
-            tau,
-            call.documents,
-            kept[-2],
-            kept[-1],
-            given.size,
-            call.group,
+            out, d_o, d_state, q, k, v, eta, *norm, call.documents, kept[-2], kept[-1], given.size, call.group
         )
         others = (None if tau is None else out.tau, out.scale, out.shift, out.w, out.b if biased else None)
         return gradients(given, (out.k, out.v, out.q, out.eta), others)

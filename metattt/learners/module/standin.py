@@ -20,14 +20,11 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _operator(name: str) -> Callable[[ParameterProxy, Any], Any]:
-    """The method for `proxy ∘ other`."""
+def _operator(name: str, swapped: bool = False) -> Callable[[ParameterProxy, Any], Any]:
+    """The method for `proxy ∘ other`, or `other ∘ proxy`."""
+    if swapped:
+        return lambda proxy, other: proxy.owner.elementwise(name, other, proxy)
     return lambda proxy, other: proxy.owner.elementwise(name, proxy, other)
-
-
-def _swapped(name: str) -> Callable[[ParameterProxy, Any], Any]:
-    """The method for `other ∘ proxy`."""
-    return lambda proxy, other: proxy.owner.elementwise(name, other, proxy)
 
 
 @dataclass(eq=False, repr=False)
@@ -120,8 +117,8 @@ class ParameterProxy:
     def unsqueeze(self, axis: int) -> ParameterProxy:
         return self.view(torch.empty(self.shape, device="meta").unsqueeze(axis).shape)
 
-    __add__, __sub__, __mul__, __truediv__ = map(_operator, ("add", "sub", "mul", "div"))
-    __radd__, __rsub__, __rmul__, __rtruediv__ = map(_swapped, ("add", "sub", "mul", "div"))
+    __add__, __sub__, __mul__, __truediv__ = (_operator(name) for name in ("add", "sub", "mul", "div"))
+    __radd__, __rsub__, __rmul__, __rtruediv__ = (_operator(name, True) for name in ("add", "sub", "mul", "div"))
 
     def __rmatmul__(self, other: Any) -> Any:
         return self.owner.matmul(other, self)

@@ -8,6 +8,7 @@ them share weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from operator import add, mul, sub, truediv
 from typing import Any
 
@@ -149,11 +150,7 @@ class ParameterTranslator(Normalize):
         y: Tensor = z.mT.unflatten(-1, places)
         return y.squeeze(-2) if axes == 1 else y
 
-    def conv1d(self, *args: Any, **options: Any) -> Tensor:
-        return self.convolution(1, *args, **options)
-
-    def conv2d(self, *args: Any, **options: Any) -> Tensor:
-        return self.convolution(2, *args, **options)
+    conv1d, conv2d = partialmethod(convolution, 1), partialmethod(convolution, 2)
 
     def prelu(self, input: Tensor, weight: ParameterProxy) -> Any:
         negative = input.clamp(max=0)
