@@ -9,15 +9,15 @@ fails, because that may change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from metattt.component import Component
+from metattt.functional import replica
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.tasks.base import Task
@@ -31,6 +31,8 @@ SAMPLES = ((1, 1, 1.0), (2, 3, 1e-3), (1, 5, 30.0), (1, 70, 1e4))
 """(sequences, tokens, scale of the numbers): a loss may be quadratic near 0 alone, a function may cut off large
 values."""
 TOLERANCE = 1e-9
+Sample = tuple[Tensor, Tensor, Tensor]
+"""What was found, what was expected, and its size."""
 CHECKED: WeakKeyDictionary[Component, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = (
     WeakKeyDictionary()
 )
@@ -40,7 +42,7 @@ CHECKED: WeakKeyDictionary[Component, dict[tuple[object, ...], tuple[tuple[objec
 def other_loss(task: Task, claimed: Loss, num_heads: int, width: int) -> str | None:
     """Why a task's loss is not the claimed one, or None if it is."""
 
-    def sample(generator: torch.Generator, batch: int, count: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(task: Any, generator: torch.Generator, batch: int, count: int, scale: float) -> Sample:
         prediction, v = (scale * _random(generator, batch, num_heads, count, width) for _ in range(2))
         v[:, :, -1] = 0
         expected = claimed(prediction, v)
@@ -55,7 +57,7 @@ def other_function(learner: Learner, claimed: Function, num_heads: int, width: i
     """Why a learner's function is not the claimed one, or None if it is."""
     shapes = learner.shapes
 
-    def sample(generator: torch.Generator, batch: int, count: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(learner: Any, generator: torch.Generator, batch: int, count: int, scale: float) -> Sample:
         fast = {name: _weight(generator, batch, *shape) for name, shape in shapes.items() if name in learner.init}
         slow = {name: _random(generator, *shape) for name, shape in shapes.items() if name in learner.slow}
         x = scale * _random(generator, batch, num_heads, count, width)
@@ -88,27 +90,24 @@ def _kept(
     return known[key][1]
 
 
-def _evaluated(
-    part: Component, sample: Callable[..., tuple[Tensor, Tensor, Tensor]], name: str, differs: str
-) -> str | None:
+def _evaluated(part: Component, sample: Callable[..., Sample], name: str, differs: str) -> str | None:
     """Why a part's method is not what is claimed, in training or evaluation mode; `differs` if results do.
 
     Args:
-        sample: from a generator and an entry of `SAMPLES`: what was found, what was expected, and its size.
+        sample: from the part in this mode, a generator and an entry of `SAMPLES`.
         name: of the method.
     """
     own = {id(x) for x in (*part.parameters(), *part.buffers())}
     for training in (True, False):
-        generator = torch.Generator().manual_seed(int(training))
+        generator, copy = torch.Generator().manual_seed(int(training)), replica(part).train(training)
         with (
-            _mode(part, training),
             torch.device("cpu"),
             torch.no_grad(),
             torch.autocast("cpu", enabled=False),
             _Touched(own) as touched,
         ):
             try:
-                alike = all(_close(*sample(generator, *size)) for size in SAMPLES)
+                alike = all(_close(*sample(copy, generator, *size)) for size in SAMPLES)
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
                 return f"{name} does not run on tiny tokens in double precision: {str(error).splitlines()[0]}"
         if not alike:
@@ -138,17 +137,6 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
-
-
-@contextmanager
-def _mode(part: nn.Module, training: bool) -> Iterator[None]:
-    before = {module: module.training for module in part.modules()}
-    part.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
 
 
 def _random(generator: torch.Generator, *shape: int) -> Tensor:
