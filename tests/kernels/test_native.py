@@ -264,8 +264,7 @@ def test_a_kernel_checks_what_it_is_given(kind: str, name: str) -> None:
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "_loaded", {})
-    for known in ("_answers", "_libraries"):
-        monkeypatch.setattr(native_scan, known, {})
+    monkeypatch.setattr(native_scan, "_libraries", {})
     native._compiler.cache_clear()
     yield tmp_path / "metattt" / "native"
     native._compiler.cache_clear()

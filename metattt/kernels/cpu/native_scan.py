@@ -63,15 +63,11 @@ class NativeForm(Operation):
             return f"numbers of {', '.join(sorted(map(str, types)))}: it takes fp32 alone"
         if misfit is not None:
             return misfit
-        key = source, *(sizes := sizes_of(given))
         if torch.compiler.is_compiling():  # which needs a C++ compiler itself
-            return reason if isinstance(reason := self.defines(sizes), str) else None
-        if key not in _answers:
-            defines = self.defines(sizes)
-            if not isinstance(defines, str) and not load(source, _macros(defines, source is self.source)):
-                defines = "no C++ compiler (see the debug log)"
-            _answers[key] = defines if isinstance(defines, str) else None
-        return _answers[key]
+            found: Any = self.defines(sizes_of(given))
+        else:
+            found = self.library(source, sizes_of(given))
+        return found if isinstance(found, str) else None
 
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
@@ -128,17 +124,17 @@ class NativeForm(Operation):
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == heads else dtau.sum((0, 1)).unsqueeze(0)]
         return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart]
 
-    def library(self, source: Path, sizes: Sizes) -> ctypes.CDLL:
-        """The compiled source; `reason_rejected` or `reason_not_decoded` saw that there is one."""
+    def library(self, source: Path, sizes: Sizes) -> Any:
+        """The compiled source, a `ctypes.CDLL`; or why there is none, which `reason_rejected` and `reason_not_decoded`
+        have asked."""
         key = source, *sizes
         if key not in _libraries:
-            defines = self.defines(sizes)
-            assert not isinstance(defines, str)
-            library = load(source, _macros(defines, source is self.source))
-            assert library is not None
-            if source is self.source_of_tokens:
-                library.advance.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
-            _libraries[key] = library
+            found: Any = self.defines(sizes)
+            if not isinstance(found, str):
+                found = load(source, _macros(found, source is self.source)) or "no C++ compiler (see the debug log)"
+            if not isinstance(found, str) and source is self.source_of_tokens:
+                found.advance.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
+            _libraries[key] = found
         return _libraries[key]
 
 
@@ -163,9 +159,8 @@ def _own(x: Tensor, donated: bool) -> Tensor:
     return x.contiguous() if donated else x.clone(memory_format=torch.contiguous_format)
 
 
-_libraries: dict[tuple[Any, ...], ctypes.CDLL] = {}
-_answers: dict[tuple[Any, ...], str | None] = {}
-"""Why there is no library for a source and these sizes; None: there is one."""
+_libraries: dict[tuple[Any, ...], ctypes.CDLL | str] = {}
+"""By source and sizes, or why there is none."""
 
 
 def _macros(defines: dict[str, int], whole: bool) -> dict[str, int]:
