@@ -209,6 +209,15 @@ def empty_like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
 
 
+def rows(x: Tensor) -> Tensor:
+    """With the numbers of a token side by side, which a view, or a cotangent (that of a sum is expanded), may lack."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def dense(x: Tensor | None) -> Any:
+    return None if x is None else x.contiguous()
+
+
 def empty_gradients(tokens: Tokens) -> Tokens:
     """Memory for the cotangents of views and gates, each in the type of its tensor, whatever the strides of that."""
     return tokens.map(lambda x: empty_like_tokens(x) if x.ndim == 4 else x.new_empty(x.shape))

@@ -17,6 +17,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.threads import divide
+from metattt.kernels.operator import dense, rows
 from metattt.state import Tensors
 
 MOST_WEIGHTS = 4  #: most weights of a learner
@@ -33,8 +34,8 @@ def advance(
     k, v, q, eta = tokens.views.k, tokens.views.v, tokens.views.q, tokens.gates.eta
     batch, heads, count, width = k.shape
     completes, names = phase + count == given.size, list(weights)
-    start = [_dense(x) for x in weights.values()]
-    before = None if update is None else [_dense(update[name].to(x.dtype)) for name, x in weights.items()]
+    start = [dense(x) for x in weights.values()]
+    before = None if update is None else [dense(update[name].to(x.dtype)) for name, x in weights.items()]
     committed: list[Tensor] | None = None
     if completes:
         committed = start if donate_state else [torch.empty_like(x) for x in start]
@@ -44,7 +45,7 @@ def advance(
     y = torch.empty_strided(
         (batch, heads, count, width), (count * heads * width, width, heads * width, 1), dtype=k.dtype
     )
-    views = [_row(k), _row(v), _row(q), eta, y]
+    views = [rows(k), rows(v), rows(q), eta, y]
     norm, state = (given.slow["norm_scale"], given.slow["norm_bias"]), (start, committed, before, updated)
     _call(function, (batch, heads, count, given.size), phase, views, given.tau, norm, state)
     after = weights if committed is None else dict(zip(names, committed, strict=True))
@@ -58,7 +59,7 @@ def one_token(
     """`function` of a library, for one token of each sequence and its own place; see `Operation.one_token`."""
     batch, heads, width = q.shape
     y = q.new_empty(batch, heads, width)
-    views, state = [_row(k), _row(v), _row(q), eta, y], (weights, weights, update, update)
+    views, state = [rows(k), rows(v), rows(q), eta, y], (weights, weights, update, update)
     _call(function, (batch, heads, 1, size), phase, views, tau, (scale, shift), state)
     return y
 
@@ -76,8 +77,8 @@ def _call(
         state: weights before and after, M before and after.
     """
     batch, heads, count, size = sizes
-    phases = None if isinstance(phase, int) else _dense(phase)
-    scale, shift, steps = _dense(norm[0]), _dense(norm[1]), None if tau is None else _dense(tau)
+    phases = None if isinstance(phase, int) else dense(phase)
+    scale, shift, steps = dense(norm[0]), dense(norm[1]), None if tau is None else dense(tau)
     numbers = [heads, count, size, *((phase, 0) if phases is None else (0, phases.data_ptr()))]
     for x in views:  # without an axis for tokens, the stride that stands in its place is multiplied by 0
         numbers += x.data_ptr(), *(*x.stride(), 0, 0)[:3]
@@ -93,12 +94,3 @@ def _call(
     failed = [function(passed, 0, learners)] if threads == 1 else divide(partial(function, passed), learners, threads)
     if any(failed):
         raise MetaTTTError(f"tokens were given from place {phase if phases is None else phases.tolist()} of {size} on")
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def _row(x: Tensor) -> Tensor:
-    """With the numbers of a token side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.operator import Operation, Pass, flat
+from metattt.kernels.operator import Operation, Pass, dense, flat, rows
 from metattt.kernels.triton.agreement import disagreement
 from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS, shared_memory
 from metattt.state import Tensors
@@ -170,15 +170,6 @@ def _reduced(x: Tensor, like: Tensor) -> Tensor:
     if x.shape != like.shape:
         x = x.sum(0, keepdim=True)
     return x.to(like.dtype)
-
-
-def rows(x: Tensor) -> Tensor:
-    """With unit last stride, which a view, or a cotangent (that of a sum is expanded), may lack."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def dense(x: Tensor | None) -> Any:
-    return None if x is None else x.contiguous()
 
 
 def _like(part: Part) -> Part:

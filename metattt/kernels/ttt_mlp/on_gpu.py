@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.operator import Pass, Results, empty_like_tokens
-from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows
+from metattt.kernels.operator import Pass, Results, empty_like_tokens, rows
+from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters
 from metattt.kernels.ttt_mlp import tuning
 from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.kernels.operator import rows
 from metattt.kernels.triton.functions import decode, over_sequences
-from metattt.kernels.triton.on_gpu import rows
 from metattt.kernels.ttt_mlp.naive import FinalState, Weights
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 
