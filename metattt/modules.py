@@ -144,7 +144,7 @@ class CausalConv(nn.Module):
                 # one token: a convolution costs five times as much
                 y = (padded * weight[:, 0].T).sum(1, keepdim=True)
                 return y if self.bias is None else y + self.bias
-            if wide and torch.is_grad_enabled() and not transformed():
+            if wide and torch.is_grad_enabled() and forward_ad._current_level < 0 and interpreter_stack() is None:
                 return _Depthwise.apply(padded, weight, self.bias)
             # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
             image = padded.mT.unsqueeze(2)
@@ -235,7 +235,8 @@ def normalize(x: Tensor) -> Tensor:
     plain = torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64) and x.device.type != "meta"
     if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return F.normalize(x, dim=-1)
-    return F.normalize(x, dim=-1) if transformed() else _Normalize.apply(x)
+    transformed = forward_ad._current_level >= 0 or interpreter_stack() is not None
+    return F.normalize(x, dim=-1) if transformed else _Normalize.apply(x)
 
 
 def convolution(dim: int, width: int, bias: bool = True) -> CausalConv:
@@ -297,8 +298,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # which makes one loop of it
         even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
-    turns = torch.complex(cos, sin)
-    return _turned(x, turns) if transformed() or not torch.is_grad_enabled() else _Rotate.apply(x, turns)
+    turns, transformed = torch.complex(cos, sin), forward_ad._current_level >= 0 or interpreter_stack() is not None
+    return _turned(x, turns) if transformed or not torch.is_grad_enabled() else _Rotate.apply(x, turns)
 
 
 def _turned(x: Tensor, turns: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     changes = found_out(layer, cfg.dim)
     if changes is None:
         raise MetaTTTError("a known layer gives values that are not finite on random tokens")
-    return KnownLayer(parts, getattr(layer, "causal", True) and not changes, list(state) if _goes_on(layer, cfg.dim) else None, growth)
+    causal = getattr(layer, "causal", True) and not changes
+    return KnownLayer(parts, causal, list(state) if _goes_on(layer, cfg.dim) else None, growth)
 
 
 def _layers(node: DictConfig) -> Iterator[DictConfig]:

@@ -44,10 +44,10 @@ def gradients_of(
         # are made with them.
         aliases = [w.view_as(w) if keep and w.requires_grad else w.detach().requires_grad_() for w in leaves]
         value, found = loss(*aliases)
-        # Weights that the loss does not use (keys that nothing has read yet) have a gradient of zero.
-        options = {"allow_unused": True, "materialize_grads": True}
         graph = keep and not first_order
-        gradients = torch.autograd.grad(value, aliases, create_graph=graph, retain_graph=keep, **options)
+        gradients = torch.autograd.grad(  # zero for what the loss does not use, as keys that nothing has read yet
+            value, aliases, create_graph=graph, retain_graph=keep, allow_unused=True, materialize_grads=True
+        )
     return _clipped(list(gradients), clip), found if keep else [tensor.detach() for tensor in found]
 
 
