@@ -4,14 +4,15 @@ log."""
 import csv
 import math
 import shutil
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Document
 from torch import Tensor
 
 from metattt.checkpoints.files import find_checkpoint
@@ -115,72 +116,23 @@ def test_bins_average_over_tokens() -> None:
 # -- inner loss --------------------------------------------------------------------------------------------------------
 
 
-def plain_curves(model: LanguageModel, ids: Tensor, size: int) -> list[dict[str, Tensor]]:
-    """The statistics of TTT-Linear and TTT-MLP of the Transformer backbone, token after token, with nothing of ours but
-    parameters."""
-    x = F.embedding(ids, model.embedding.weight)
-    curves = []
-    for block in model.blocks:
-        layer: Callable = block.layer  # type: ignore[assignment]
-        read = block.layer_norm(x)
-        curves.append(plain_layer(layer, read, size))
-        x = x + layer(read)[0]
-        x = x + block.ffn(block.ffn_norm(x))
-    return curves
-
-
-def plain_layer(layer, x: Tensor, size: int) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-    batch, count, heads = x.shape[0], x.shape[1], layer.num_heads
-    width = x.shape[2] // heads
-    task, learner, rule = layer.task, layer.learner, layer.optimizer
-    keys, values = x @ task.k.weight.T, x @ task.v.weight.T
-    found: dict[str, list[list[Tensor]]] = {
-        name: [[] for _ in range(count // size)] for name in ("init", "step_0", "step_1", "target")
-    }
-    total = 0
-    for b in range(batch):
-        for h in range(heads):
-            part = slice(h * width, (h + 1) * width)
-            k, v = turned(keys[b, :, part], size), values[b, :, part]
-            gain, shift = learner.slow["norm_scale"][h], learner.slow["norm_bias"][h]
-
-            def predict(w: list[Tensor], one: Tensor, gain: Tensor = gain, shift: Tensor = shift) -> Tensor:
-                z = one @ w[0] + w[1]
-                if len(w) == 4:
-                    z = F.gelu(z, approximate="tanh") @ w[2] + w[3]
-                return one + (z - z.mean()) / torch.sqrt(z.var(correction=0) + 1e-6) * gain + shift
-
-            start = [learner.init[name][h] for name in ("w1", "b1", "w2", "b2") if name in learner.init]
-            now = [w.detach().requires_grad_() for w in start]
-            for j in range(count // size):
-                last = (j + 1) * size - 1
-                found["init"][j].append((predict(start, k[last]) - v[last]).square().mean())
-                found["step_0"][j].append((predict(now, k[last]) - v[last]).square().mean())
-                move = [torch.zeros_like(w) for w in now]
-                for t in range(j * size, (j + 1) * size):
-                    loss = 0.5 * (predict(now, k[t]) - v[t]).square().sum()
-                    rate = rule.base_lr / width * torch.sigmoid(x[b, t] @ rule.lr_weight[h] + rule.lr_bias[h])
-                    move = [m + rate * g for m, g in zip(move, torch.autograd.grad(loss, now), strict=True)]
-                corner = rule.token_step_offset[0, -1] + 15 / (16 * size)
-                tau = (corner + (corner**2 + 1 / (4 * size**2)).sqrt()) / 2
-                now = [(w - tau * m).detach().requires_grad_() for w, m in zip(now, move, strict=True)]
-                found["step_1"][j].append((predict(now, k[last]) - v[last]).square().mean())
-            target = v - k
-            for j in range(count // size):
-                found["target"][j].append((target[(j + 1) * size - 1] - target.mean(0)).square().mean())
-            total += 1
-    return {
-        name: torch.stack([torch.stack(one).mean() for one in by_batch]).detach() for name, by_batch in found.items()
-    }
-
-
-def turned(k: Tensor, size: int) -> Tensor:
-    """Rotary encoding of `[T, d]` by the position in the mini-batch, through complex numbers."""
-    position = torch.arange(len(k), dtype=k.dtype) % size
-    angle = position[:, None] * 10000.0 ** (-torch.arange(0, k.shape[1], 2, dtype=k.dtype) / k.shape[1])
-    return torch.view_as_real(
-        torch.view_as_complex(k.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones_like(angle), angle)
-    ).flatten(-2)
+def plain_curves(layer: Any, x: Tensor, size: int) -> dict[str, Tensor]:
+    """The statistics of a layer by the oracle, token after token: means over sequences and heads, by mini-batch."""
+    found = []
+    for sequence, row in enumerate(x):
+        document = Document(layer, dict(layer.named_parameters()), row, [], sequence)
+        pairs, memory = [one for (one,) in document.tokens.pairs], document.begin()
+        mean = torch.stack([one.v - one.k for one in pairs]).mean(0)
+        for start in range(0, len(row), size):
+            before, last = memory.commit, pairs[start + size - 1]
+            for t in range(start, start + size):
+                memory = document.token(memory, t, start)
+            memory = document.commit(memory)
+            predicted = [document.predict(w, last.k.unsqueeze(1))[:, 0] for w in (document.w0, before, memory.commit)]
+            errors = torch.stack([*(y - last.v for y in predicted), last.v - last.k - mean])
+            found.append(errors.square().mean((1, 2)).detach())
+    by_mini_batch = torch.stack(found).unflatten(0, (len(x), -1)).mean(0)
+    return dict(zip(("init", "step_0", "step_1", "target_variance"), by_mini_batch.T, strict=True))
 
 
 @pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp"])
@@ -190,17 +142,16 @@ def test_curves_equal_a_plain_loop(layer: str) -> None:
         for block in model.blocks:
             block.layer.optimizer.token_step_offset.add_(0.5)  # type: ignore[union-attr]
     ids = torch.randint(31, (3, 24))
-    expected = plain_curves(model, ids, 8)
-    curves = inner_loss_curves(model, ids)
+    curves, x = inner_loss_curves(model, ids), F.embedding(ids, model.embedding.weight)
     assert list(curves) == [0, 1]
-    for index, plain in enumerate(expected):
-        found = curves[index]
+    for found, block in zip(curves.values(), model.blocks, strict=True):
+        read = block.layer_norm(x)  # type: ignore[operator]
         assert found["position"].tolist() == [8, 16, 24]
-        for name, theirs in {
-            "init": "init", "step_0": "step_0", "step_1": "step_1", "target_variance": "target",
-        }.items():  # fmt: skip
-            torch.testing.assert_close(found[name], plain[theirs], rtol=1e-9, atol=1e-12)
+        for name, wanted in plain_curves(block.layer, read, 8).items():
+            torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-12)
         assert found["init"][0] == found["step_0"][0] and not torch.isclose(found["step_0"], found["step_1"]).any()
+        x = x + block.layer(read)[0]
+        x = x + block.ffn(block.ffn_norm(x))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("layer", ["ttt_mlp", "gated_delta_net", "titans", "nested_transformer"])
