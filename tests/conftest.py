@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,21 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         torch.distributed.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What `metattt` says, called with these words, that it ends with code 2 for: one error, of a line or two."""
+    from metattt.cli import main
+
+    def ended(*words: object, code: int = 2) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == code
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") <= 2, error
+        return error
+
+    return ended
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals_for_tests import refusal
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch._inductor import config as inductor
@@ -18,7 +19,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import metattt
-from metattt.errors import MetaTTTError
 from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
@@ -337,16 +337,6 @@ def test_compiled_with_a_carried_state() -> None:
 # -- learners that do not fit -------------------------------------------------------------------------------------------
 
 
-def refused(call: Callable[[], object], *words: str) -> None:
-    """The call raises a `MetaTTTError` of one or two lines that contains every word."""
-    with pytest.raises(MetaTTTError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.count("\n") <= 1 and len(message) < 400, message
-    for word in words:
-        assert word in message, message
-
-
 def layer_of(learner: Learner, optimizer: InnerOptimizer | None = None, **options: Any) -> TTTLayer:
     return TTTLayer(8, 2, Reconstruction(), learner, optimizer or GradientDescent(4), **options)
 
@@ -374,7 +364,7 @@ class MixesAfterwards(Mixes):
 @pytest.mark.parametrize(("learner", "form"), [(Mixes, "auto"), (MixesAfterwards, "dual"), (Mixes, "primal"), (MixesAfterwards, "summed")])
 def test_undeclared_mixing_of_tokens(learner: type[Learner], form: str) -> None:
     rule = GradientDescent(4, read="previous" if form == "summed" else "inclusive")
-    refused(lambda: layer_of(learner(), rule, form=form), learner.__name__, "mixes_tokens = True")
+    refusal(lambda: layer_of(learner(), rule, form=form), learner.__name__, "mixes_tokens = True")
 
 
 class LooksAhead(Mixes):
@@ -390,14 +380,14 @@ class Declared(LooksAhead):
 
 @pytest.mark.parametrize(("read", "form"), [("inclusive", "dual"), ("exclusive", "dual"), ("previous", "summed"), ("committed", "summed")])
 def test_mixing_must_be_causal(read: Any, form: str) -> None:
-    refused(lambda: layer_of(LooksAhead(), GradientDescent(4, read=read)), "LooksAhead", "later")
+    refusal(lambda: layer_of(LooksAhead(), GradientDescent(4, read=read)), "LooksAhead", "later")
     assert layer_of(Declared(), GradientDescent(4, read=read)).form == form
 
 
 def test_forms_that_take_mixing_apart_are_refused() -> None:
     for form in ("primal", "dual"):
-        refused(lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form), f"form={form}", "auto")
-    refused(lambda: layer_of(Declared(), GradientDescent(4, anchor="batch")), "Declared", "anchor=minibatch")
+        refusal(lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form), f"form={form}", "auto")
+    refusal(lambda: layer_of(Declared(), GradientDescent(4, anchor="batch")), "Declared", "anchor=minibatch")
 
 
 class Raw(Learner):
@@ -425,7 +415,7 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("use", list(USES))
 def test_raw_weights_fall_back_or_are_refused_by_name(use: str) -> None:
     function, operation = USES[use]
-    refused(lambda: layer_of(Raw(function), form="dual"), "'kernel'", operation, "layer.form=auto")
+    refusal(lambda: layer_of(Raw(function), form="dual"), "'kernel'", operation, "layer.form=auto")
     assert layer_of(Raw(function)).form == "primal"
     assert layer_of(Raw(function), GradientDescent(4, read="previous")).form == "summed"
-    refused(lambda: layer_of(Raw(function), form="summed"), "layer.form=summed", "read=inclusive", "layer.form=auto")
+    refusal(lambda: layer_of(Raw(function), form="summed"), "layer.form=summed", "read=inclusive", "layer.form=auto")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals_for_tests import refusal
 from tokenizer_for_tests import trained_tokenizer
 
 from metattt.composition.compose import compose
@@ -52,10 +53,7 @@ def run(corpus: Any, target: Path, *overrides: str) -> int:
 
 
 def refused(corpus: Any, target: Path, *overrides: str) -> str:
-    with pytest.raises(MetaTTTError) as error:
-        run(corpus, target, *overrides)
-    assert str(error.value).count("\n") <= 1
-    return str(error.value)
+    return refusal(lambda: run(corpus, target, *overrides))
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refusals_for_tests import refusal
 from tokenizer_for_tests import trained_tokenizer
 
 from metattt.composition.compose import compose
 from metattt.data import shards
 from metattt.data.prepare import prepare
 from metattt.data.shards import DamagedTokens, ShardData
-from metattt.errors import MetaTTTError
 
 FILES = ("manifest.json", "tokenizer.json", "tokens.bin", "documents.bin")
 CHANGES: dict[str, Callable[[bytes], bytes]] = {
@@ -42,11 +42,10 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "copy"))
 
 
-def refusal(folder: Path) -> str:
-    with pytest.raises(MetaTTTError) as error:
-        ShardData(str(folder)).setup()
-    assert len(str(error.value)) < 700 and str(error.value).isprintable()
-    return str(error.value)
+def refused(folder: Path) -> str:
+    said = refusal(lambda: ShardData(str(folder)).setup(), lines=1, longest=700)
+    assert said.isprintable()
+    return said
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -55,19 +54,19 @@ def test_every_damage_is_one_line_that_names_the_file(name: str, copy: Path, tmp
     whole = file.read_bytes()
     for what, change in CHANGES.items():
         file.write_bytes(change(whole))
-        assert str(file) in refusal(copy), what
+        assert str(file) in refused(copy), what
     file.unlink()
-    assert name == "manifest.json" or str(file) in refusal(copy)
+    assert name == "manifest.json" or str(file) in refused(copy)
     (tmp_path / "elsewhere").write_bytes(whole)
     file.symlink_to(tmp_path / "elsewhere")
-    assert str(file) in refusal(copy)
+    assert str(file) in refused(copy)
 
 
 def test_an_edited_manifest_is_refused(copy: Path) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["splits"]["train"]["tokens"] -= 1
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert "manifest.json is not as metattt prepare wrote it (checksum)" in refusal(copy)
+    assert "manifest.json is not as metattt prepare wrote it (checksum)" in refused(copy)
 
 
 def test_the_tokens_are_checked_once(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals_for_tests import refusal
 
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import PROBE, FileTokenizer, load_tokenizer, read_tokenizer, tokenizer_of
@@ -53,10 +54,8 @@ HARM: dict[str, tuple[dict[str, Any] | str, str]] = {
 @pytest.mark.parametrize("what", HARM)
 def test_harm_is_one_line(what: str) -> None:
     given, message = HARM[what]
-    with pytest.raises(MetaTTTError) as error:
-        FileTokenizer(given if isinstance(given, str) else json.dumps(given), "./its.json")
-    assert message in str(error.value) and "./its.json" in str(error.value)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    text = given if isinstance(given, str) else json.dumps(given)
+    refusal(lambda: FileTokenizer(text, "./its.json"), message, "./its.json", lines=1, longest=400)
 
 
 @pytest.mark.parametrize(
@@ -184,16 +183,9 @@ def test_what_is_around_a_text_does_not_make_another_tokenizer() -> None:
 
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
-
-    def refused(name: str) -> str:
-        with pytest.raises(MetaTTTError) as error:
-            load_tokenizer(name)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
     file.write_bytes(b"\xff\xfe" * 50)
-    assert "invalid start byte" in refused(str(file))
-    assert "is not a path" in refused("") and "is not a path" in refused("~nobody-of-that-name/x")
+    for name, message in ((str(file), "invalid start byte"), ("", "is not a path"), ("~nobody-of-that-name/x", "is not a path")):
+        refusal(lambda name=name: load_tokenizer(name), message, lines=1)
     with pytest.raises(MetaTTTError, match=r"model/tokenizer\.json is not a tokenizer"):
         tokenizer_of("model", "{}", 300)
     file.write_text(json.dumps(content()))

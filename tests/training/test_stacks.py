@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals_for_tests import refusal
 from runs_for_tests import write_corpus
 from torch import Tensor
 
@@ -121,9 +122,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_what_is_refused(overrides: str) -> None:
-    with pytest.raises(MetaTTTError) as error:
-        make(*SMALL, "model.num_layers=3", *overrides.split())
-    assert REFUSED[overrides] in str(error.value) and str(error.value).count("\n") <= 1
+    refusal(lambda: make(*SMALL, "model.num_layers=3", *overrides.split()), REFUSED[overrides])
 
 
 # -- what blocks keep --------------------------------------------------------------------------------------------------
