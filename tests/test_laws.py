@@ -110,14 +110,16 @@ def test_forms_agree_on_a_random_layer(seed: int) -> None:
         assert state_distance(layer, other.state, primal.state) <= BOUND, layer.optimizer
 
 
-@pytest.mark.parametrize("form", ["primal", "dual", "summed"])
-def test_first_and_second_derivatives(form: str) -> None:
-    """Of every form, by finite differences."""
-    settings: Any = {"read": "previous"} if form == "summed" else {"token_steps": "shared"}
+@pytest.mark.parametrize(("form", "group_size", "settings"), [
+    ("primal", None, {"token_steps": "shared"}), ("dual", None, {"token_steps": "shared"}), ("dual", 0, {}),
+    ("dual", 0, {"anchor": "online"}), ("summed", None, {"read": "previous", "steps": 2}),
+])  # fmt: skip
+def test_first_and_second_derivatives(form: str, group_size: int | None, settings: dict[str, Any]) -> None:
+    """Of every form, through recomputed groups and stored ones, by finite differences."""
     spec = Specimen(
         lambda: MLP(expansion=1.0), Reconstruction, lambda: GradientDescent(2, **settings), dim=4, num_heads=1
     )
-    layer, x = spec.make(form=form), torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
+    layer, x = spec.make(form=form, group_size=group_size), torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in layer.named_parameters()]
     values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
 

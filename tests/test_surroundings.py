@@ -213,26 +213,6 @@ def test_vmap_and_grad(name: str) -> None:
         assert distance(each["out.weight"][row], expected) <= BOUND
 
 
-@pytest.mark.parametrize(("name", "group_size"), [("dual", None), ("mlp", 0), ("summed", None), ("online", 0)])
-def test_double_backward(name: str, group_size: int | None) -> None:
-    """The gradient of a gradient, through the recomputed groups too, against a finite difference."""
-    layer = SPECIMENS[name].make(group_size=group_size)
-    direction = torch.randn(2, 7, 8, dtype=torch.float64)
-
-    def slope(x: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        x = x.clone().requires_grad_()
-        y = layer(x)[0]
-        (first,) = torch.autograd.grad((y * cotangent(y)).sum(), x, create_graph=keep)
-        return first, x
-
-    x = tokens(length=7)
-    first, leaf = slope(x, True)
-    (found,) = torch.autograd.grad((first * direction).sum(), leaf)
-    step = 1e-5
-    expected = (slope(x + step * direction, False)[0] - slope(x - step * direction, False)[0]) / (2 * step)
-    assert distance(found, expected) <= 1e-6
-
-
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,5 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
         ("data.path=???", "no texts are given: add data.path="),
     ],
 )
-def test_mistakes_are_named(run: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["adapt", f"checkpoint={run / 'run'}", f"data.path={run / 'texts'}", override]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_are_named(run: Path, override: str, message: str, told: Callable[..., str]) -> None:
+    assert message in told("adapt", f"checkpoint={run / 'run'}", f"data.path={run / 'texts'}", override)

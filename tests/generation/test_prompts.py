@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,11 @@ def test_a_prompt_from_standard_input(
     ],
 )
 def test_refusals_are_a_line(
-    run: Path, tmp_path: Path, words: tuple[str, ...], content: bytes, message: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    run: Path, tmp_path: Path, words: tuple[str, ...], content: bytes, message: str, monkeypatch: pytest.MonkeyPatch,
+    told: Callable[..., str],
 ) -> None:  # fmt: skip
     (tmp_path / "p.jsonl").write_bytes(content)
     standard_input(monkeypatch, content)
     given = [word.format(file=tmp_path / "p.jsonl") for word in words]
-    assert main(["generate", f"checkpoint={run}", *given, "device=cpu"]) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1, error
+    error = told("generate", f"checkpoint={run}", *given, "device=cpu")
+    assert message in error and error.count("\n") == 1

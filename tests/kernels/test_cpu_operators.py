@@ -89,7 +89,7 @@ def test_one_compilation_for_all_lengths_and_batches(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("name", "trained"), [("ttt_linear", True), ("ttt_mlp", False)])
+@pytest.mark.parametrize(("name", "trained"), [("ttt_linear", True), ("ttt_mlp", False), ("nested_transformer", True)])
 def test_an_exported_layer_has_none_and_can_be_trained(name: str, trained: bool) -> None:
     layer, x = small(name), torch.randn(2, 37, 32)
     with torch.set_grad_enabled(trained):

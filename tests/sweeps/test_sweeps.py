@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,10 @@ def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureF
     assert not (here / "multirun").exists()
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, told: Callable[..., str]) -> None:
     monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_joblib_launcher", None)
-    assert main(["train", "-m", "seed=0,1", "hydra/launcher=joblib"]) == 2
     said = "needs hydra-joblib-launcher, which is not installed: pip install 'metattt[sweep]'\n"
-    assert capsys.readouterr().err == f"error: hydra/launcher=joblib {said}"
+    assert told("train", "-m", "seed=0,1", "hydra/launcher=joblib") == f"error: hydra/launcher=joblib {said}"
 
 
 # -- records and names -------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_brackets_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "[/a,/b]" in out and "[ttt_mlp,attention]" in out
 
 
-def test_any_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_folder_of_runs(tmp_path: Path, told: Callable[..., str]) -> None:
     make(tmp_path / "runs" / "first", [(3, 0.5)], "validation/top1")
     make(tmp_path / "runs" / "later" / "second", [(3, 0.75)], "validation/top1")
     (tmp_path / "runs" / "first" / "checkpoints").mkdir()
@@ -262,13 +262,11 @@ def test_any_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["runs", str(tmp_path / "runs"), "descending=false", f"output_dir={tmp_path / 'out'}"]) == 0
     assert [row["run"] for row in table(tmp_path / "out")] == ["first", "later/second"]
     assert main(["runs", str(tmp_path / "runs"), "sort=train/loss"]) == 0
-    capsys.readouterr()
     for words, expected in (
         ([], "metattt runs <folder"), ([str(tmp_path / "nowhere")], "is not a folder"), ([str(tmp_path / "out")], "holds no runs"),
         ([str(tmp_path / "runs"), "sort=loss"], "sort=loss is not allowed: choose from validation/top1, train/loss."),
     ):  # fmt: skip
-        assert main(["runs", *words]) == 2
-        assert expected in capsys.readouterr().err
+        assert expected in told("runs", *words)
 
 
 def test_differences_are_paired_by_seed() -> None:
