@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models_for_tests import TOLERANCE, documents_are_apart, read_in_pieces
 from processes_for_tests import two_processes
 from refusals_for_tests import refusal
+from saved import SavedBytes
 from torch import Tensor
 
 import metattt
@@ -31,7 +33,6 @@ from metattt.models.language_model import LanguageModelState
 from metattt.training.building import Builder
 from metattt.training.train import train
 
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 SMALL = ("model=ttt_e2e", "dim=8", "num_heads=2", "model.ffn_dim=12", "model.mini_batch_size=4", "learner.window=6")
 VOCAB = 11
 
@@ -178,15 +179,6 @@ def test_outputs_and_every_gradient_of_a_plain_loop(overrides: str, clipped: set
 # -- the laws of a language model --------------------------------------------------------------------------------------
 
 
-def read_in_pieces(model: EndToEnd, ids: Tensor, cuts: list[int]) -> tuple[Tensor, LanguageModelState]:
-    pieces, state = [], None
-    for start, end in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
-        logits, state = model.step(ids[:, start:end], state)
-        pieces.append(logits)
-    assert state is not None
-    return torch.cat(pieces, 1), state
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_any_split_gives_the_logits_and_gradients_of_one_call(mode: Any) -> None:
     model, ids = make(), tokens(2, 18)
@@ -237,17 +229,8 @@ def test_padding_changes_nothing(sinks: int) -> None:
     generator = torch.Generator().manual_seed(4)
     for row, length in enumerate(lengths):
         mask[row, torch.randperm(width, generator=generator)[:length]] = True
-    logits, state = model.step(ids, mask=mask)
-    for cut in (3, 11):  # the same in two calls
-        first, before = model.step(ids[:, :cut], mask=mask[:, :cut])
-        second, after = model.step(ids[:, cut:], before, mask[:, cut:])
-        torch.testing.assert_close(torch.cat([first, second], 1)[mask], logits[mask], **TOLERANCE)
-        torch.testing.assert_close(model.step(more, after)[0], model.step(more, state)[0], **TOLERANCE)
-    for row in range(4):
-        alone = ids[row][mask[row]].unsqueeze(0)
-        torch.testing.assert_close(logits[row][mask[row]].unsqueeze(0), model(alone), **TOLERANCE)
-        expected = model(torch.cat([alone, more[row : row + 1]], 1))[:, alone.shape[1] :]
-        torch.testing.assert_close(model.step(more, state)[0][row : row + 1], expected, **TOLERANCE)
+    for cut in (3, 11):
+        documents_are_apart(model, ids, more, mask, torch.zeros_like(mask), cut)
 
 
 @pytest.mark.parametrize(("starts", "checkpoint"), [
@@ -259,23 +242,10 @@ def test_packed_documents_equal_the_documents_apart(starts: str, checkpoint: str
     reset = torch.zeros(2, 19, dtype=torch.bool)
     for row, places in enumerate((starts.split(",") * 2)[:2]):
         reset[row, [int(place) for place in places.split()]] = True
-    logits, state = model.step(ids, reset=reset)
-    pieces, later = [], []
-    for row in range(2):
-        bounds = sorted({0, 19, *reset[row].nonzero().flatten().tolist()})
-        documents = [ids[row : row + 1, a:b] for a, b in itertools.pairwise(bounds)]
-        pieces.append(torch.cat([model(document) for document in documents], 1))
-        last = documents[-1].shape[1]
-        later.append(model(torch.cat([documents[-1], more[row : row + 1]], 1))[:, last:])
-    torch.testing.assert_close(logits, torch.cat(pieces), **TOLERANCE)
-    torch.testing.assert_close(model.step(more, state)[0], torch.cat(later), **TOLERANCE)
-    parameters = list(model.parameters())
-    wanted = torch.autograd.grad(torch.cat(pieces).square().sum(), parameters)
-    for one, other in zip(torch.autograd.grad(logits.square().sum(), parameters), wanted, strict=True):
+    together, apart = documents_are_apart(model, ids, more, torch.ones_like(reset), reset, 8)
+    found, wanted = (torch.autograd.grad(logits.square().sum(), list(model.parameters())) for logits in (together, apart))
+    for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
-    first, before = model.step(ids[:, :8], reset=reset[:, :8])
-    second, _ = model.step(ids[:, 8:], before, reset=reset[:, 8:])
-    torch.testing.assert_close(torch.cat([first, second], 1), logits, **TOLERANCE)
 
 
 def test_any_learner_can_be_the_memory() -> None:
@@ -297,16 +267,9 @@ def test_memory_of_the_backward_pass() -> None:
     kept = {}
     for checkpoint, length in itertools.product(("true", "false"), (128, 256)):
         model = make(f"model.checkpoint_mini_batches={checkpoint}", "model.mini_batch_size=32", "model.suffix=3")
-        sizes: dict[int, int] = {}
-
-        def pack(x: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with SavedBytes() as saved:
             logits = model(tokens(1, length))
-        kept[checkpoint, length] = sum(sizes.values())
-        del logits
+        kept[checkpoint, length] = saved.now if logits.requires_grad else 0
     grown = {checkpoint: kept[checkpoint, 256] - kept[checkpoint, 128] for checkpoint in ("true", "false")}
     assert grown["true"] < grown["false"] / 8
 

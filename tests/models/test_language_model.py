@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models_for_tests import TOLERANCE, documents_are_apart, read_in_pieces
 from torch import Tensor
 
 from metattt.composition.compose import compose
@@ -9,14 +10,17 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel
 
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 LAYERS = ("ttt_linear", "ttt_mlp", "linear_attention", "attention", "delta_net", "nested_ttt")
+HYBRID = (
+    "model.num_layers=3 model.blocks=ttt_mlp*2+window_attention model.blocks.ttt_mlp.optimizer.mini_batch_size=8 "
+    "model.blocks.window_attention.learner.window=6 model.blocks.window_attention.learner.sinks=1"
+)
 
 
 def make(layer: str = "ttt_linear", *overrides: str) -> LanguageModel:
     torch.manual_seed(0)
-    small = ("dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", f"layer={layer}", *overrides)
-    model = instantiate_model(compose(*small)).double().eval()
+    chosen = layer.split() if "=" in layer else ("model.num_layers=2", f"layer={layer}")
+    model = instantiate_model(compose("dim=16", "num_heads=2", "model.vocab_size=31", *chosen, *overrides)).double().eval()
     with torch.no_grad():  # away from the symmetric start, where a lost state would not show
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -27,43 +31,26 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(31, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("layer", "conv"), [*((layer, "true") for layer in LAYERS), ("ttt_mlp", "false")])
+@pytest.mark.parametrize(("layer", "conv"), [*((layer, "true") for layer in (*LAYERS, HYBRID)), ("ttt_mlp", "false")])
 def test_any_split_gives_the_logits_of_one_call(layer: str, conv: str) -> None:
     model, ids = make(layer, f"model.pre_conv={conv}"), tokens(2, 41)
     whole = model(ids)
-    for sizes in ([19, 1, 1, 20], [1, 1, 1, 1, 4, 11, 1, 21], [16, 1, 1, 1, 22]):
-        pieces, state = [], None
-        for piece in ids.split(sizes, 1):
-            logits, state = model.step(piece, state)
-            pieces.append(logits)
-        torch.testing.assert_close(torch.cat(pieces, 1), whole, **TOLERANCE)
+    for cuts in ([7, 8, 31], [19, 20, 21], [1, 2, 3, 4, 8, 19, 20], [16, 17, 18, 19], list(range(1, 41))):
+        torch.testing.assert_close(read_in_pieces(model, ids, cuts)[0], whole, **TOLERANCE)
+    torch.testing.assert_close(read_in_pieces(model.float(), ids, [7])[0], model(ids), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "inside"])
-@pytest.mark.parametrize("layer", ["ttt_linear", "attention"])
-def test_padding_changes_nothing(layer: str, side: str) -> None:
-    model, ids = make(layer), tokens(1, 21)
-    wide = torch.full((1, 30), 7)
-    columns = {
-        "left": torch.arange(9, 30),
-        "right": torch.arange(21),
-        "inside": torch.arange(30)[torch.arange(30) % 10 < 7],
-    }[side]
-    wide[:, columns] = ids
-    mask = torch.zeros(1, 30, dtype=torch.bool)
-    mask[:, columns] = True
-    logits, state = model.step(wide, mask=mask)
-    torch.testing.assert_close(logits[:, columns], model(ids), **TOLERANCE)
-    after, expected = model.step(ids[:, :3], state)[0], model(torch.cat([ids, ids[:, :3]], 1))[:, -3:]
-    torch.testing.assert_close(after, expected, **TOLERANCE)
-
-
-def test_packed_documents_equal_the_documents_apart() -> None:
-    model, ids = make(), tokens(1, 37)
-    reset = torch.zeros(1, 37, dtype=torch.bool)
-    reset[0, [0, 11, 30]] = True
-    apart = torch.cat([model(ids[:, a:b]) for a, b in ((0, 11), (11, 30), (30, 37))], 1)
-    torch.testing.assert_close(model(ids, reset=reset), apart, **TOLERANCE)
+@pytest.mark.parametrize("layer", ["ttt_linear", "attention", HYBRID])
+def test_padding_and_packed_documents(layer: str, side: str) -> None:
+    columns = torch.arange(50)
+    here = {"left": columns >= 13, "right": columns < 37, "inside": (columns % 3 > 0) | (columns > 43)}[side]
+    model, mask = make(layer), torch.stack([here, columns < 21])
+    for starts in ([], [20], [0, 11, 30]):
+        reset = torch.zeros(2, 50, dtype=torch.bool)
+        reset[0, here.nonzero().flatten()[starts]] = True
+        reset[1, 20] = len(starts) > 1
+        documents_are_apart(model, tokens(2, 50), tokens(2, 5), mask, reset, 24)
 
 
 def test_tied_head_and_optional_convolution() -> None:

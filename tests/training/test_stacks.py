@@ -1,5 +1,5 @@
-"""A stack of different layers: its pattern, from the command line and from Python, and that every block keeps what its
-layer has: state, conversion, generation, masks and reset."""
+"""A stack of different layers: its pattern, from the command line and from Python, and what is made of a run. (State, masks and
+reset: `models/test_language_model`.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from refusals_for_tests import refusal
 from runs_for_tests import write_corpus
-from torch import Tensor
 
 import metattt
 from metattt.checkpoints.convert import convert
@@ -39,10 +38,6 @@ TINY = (
 def make(*overrides: str) -> LanguageModel:
     torch.manual_seed(0)
     return instantiate_model(compose(*overrides, "model.vocab_size=31", job="language_model")).double().eval()
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(31, shape, generator=torch.Generator().manual_seed(1))
 
 
 # -- the pattern -------------------------------------------------------------------------------------------------------
@@ -123,42 +118,6 @@ REFUSED = {
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_what_is_refused(overrides: str) -> None:
     refusal(lambda: make(*SMALL, "model.num_layers=3", *overrides.split()), REFUSED[overrides])
-
-
-# -- what blocks keep --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cuts", [[7, 8, 31], list(range(1, 41))])
-def test_any_split_gives_the_logits_of_one_call(cuts: list[int]) -> None:
-    model, ids = make(*HYBRID), tokens(2, 41)
-    state, pieces = None, []
-    for start, end in zip([0, *cuts], [*cuts, 41], strict=True):
-        logits, state = model.step(ids[:, start:end], state)
-        pieces.append(logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=1e-9, atol=1e-9)
-    single = model.float()
-    state = single.step(ids[:, : cuts[0]])[1]
-    torch.testing.assert_close(
-        single.step(ids[:, cuts[0] :], state)[0], single(ids)[:, cuts[0] :], rtol=1e-5, atol=1e-5
-    )
-
-
-def test_padding_and_documents() -> None:
-    model, ids = make(*HYBRID), tokens(1, 33)
-    mask, reset = torch.zeros(1, 50, dtype=torch.bool), torch.zeros(1, 50, dtype=torch.bool)
-    columns = torch.arange(50)[(torch.arange(50) % 3 > 0)][:33]
-    mask[:, columns], wide = True, torch.full((1, 50), 7)
-    wide[:, columns] = ids
-    reset[:, columns[20]] = True
-    expected = torch.cat([model(ids[:, :20]), model(ids[:, 20:])], 1)
-    whole, state = model.step(wide, mask=mask, reset=reset)
-    torch.testing.assert_close(whole[:, columns], expected, rtol=1e-9, atol=1e-9)
-    first, before = model.step(wide[:, :24], mask=mask[:, :24], reset=reset[:, :24])
-    second, after = model.step(wide[:, 24:], before, mask[:, 24:], reset[:, 24:])
-    pieces = torch.cat([first, second], 1)
-    torch.testing.assert_close(pieces[:, columns], whole[:, columns], rtol=1e-9, atol=1e-9)
-    more = tokens(1, 5)
-    torch.testing.assert_close(model.step(more, after)[0], model.step(more, state)[0], rtol=1e-9, atol=1e-9)
 
 
 # -- training and files ------------------------------------------------------------------------------------------------
