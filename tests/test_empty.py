@@ -68,13 +68,3 @@ def test_no_sequences_are_left_of_some_at_different_places() -> None:
     for reset in (None, torch.zeros(0, 4, dtype=torch.bool)):
         y, after = layer(x[:0], state, reset=reset)
         assert y.shape == (0, 4, 16) and after.pos.shape == (0,)
-
-
-@pytest.mark.parametrize("words", [["rwkv7"], ["ttt_linear", "task=lact"]])
-@pytest.mark.parametrize("of_heads", [1, 4])
-def test_heads_of_any_width(words: list[str], of_heads: int) -> None:
-    given = [*words, f"layer.of_heads={of_heads}"]
-    layer, primal = (metattt.build(*given, f"layer.form={form}", dim=16, num_heads=2, seed=0).double() for form in ("auto", "primal"))
-    x = torch.randn(2, 9, 16, dtype=torch.float64)
-    first, state = layer(x[:, :5])
-    torch.testing.assert_close(torch.cat([first, layer(x[:, 5:], state)[0]], 1), primal(x)[0])

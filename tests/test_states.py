@@ -3,6 +3,7 @@ States in memory: moved, and reordered."""
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,9 @@ from metattt.models.language_model import LanguageModelState
 from metattt.nested import tensors_of
 from metattt.state import State
 
-CAUSAL = ("ttt_linear", "gated_delta_net", "attention", "titans", "lact", "nested_ttt")
-SMALL = {"lact": ["optimizer.mini_batch_size=8"], "titans": ["optimizer.mini_batch_size=8"]}
+CAUSAL = ("ttt_linear", "gated_delta_net", "attention", "titans", "lact", "nested_ttt", "longhorn", "mamba", "mamba2_mixer")
+CAUSAL += ("lact_block", "titans_mag", "titans_mal")
+SMALL = {name: ["optimizer.mini_batch_size=8"] for name in ("lact", "titans", "lact_block", "titans_mag", "titans_mal")}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -40,14 +42,18 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_state_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
-    layer = metattt.build(f"layer={name}", "dim=16", "num_heads=2", *SMALL.get(name, []))
-    x = torch.randn(2, 21, 16)
+    layer = metattt.build(f"layer={name}", "dim=16", "num_heads=2", *SMALL.get(name, [])).double()
+    x = torch.randn(2, 21, 16, dtype=torch.float64)
     with torch.no_grad():
         _, state = layer(x[:, :13])
         state.save(tmp_path / "state.safetensors", model=layer)
-        found = State.load(tmp_path / "state.safetensors", model=layer)
-        assert type(found) is State and found.phase == state.phase and same(found, state)
-        assert torch.equal(layer(x[:, 13:], found)[0], layer(x[:, 13:], state)[0])
+        expected = layer(x[:, 13:], state)[0]
+        assert not torch.equal(expected, layer(x[:, 13:])[0]) and state.nbytes > 0
+        for found in (type(state).load(tmp_path / "state.safetensors", model=layer), copy.deepcopy(state), state.to("cpu")):
+            assert type(found) is type(state) and same(found, state)
+            assert torch.equal(layer(x[:, 13:], found)[0], expected)
+        swapped = layer(x[[1, 0], 13:], state.select(torch.tensor([1, 0])))[0]
+    torch.testing.assert_close(swapped, expected[[1, 0]], rtol=1e-9, atol=1e-9)
 
 
 def test_a_state_of_tokens_that_are_read_together(tmp_path: Path) -> None:

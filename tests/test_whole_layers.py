@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import metattt
 from metattt.parallel.cuts import check_cut
@@ -35,30 +32,12 @@ def make(name: str) -> Any:
     return layer
 
 
-def tokens(length: int = 21) -> Tensor:
-    return torch.randn(2, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
 @every_layer
 def test_laws(name: str) -> None:
     """Splits, padding and documents anywhere, states that stay, derivatives, types."""
     found = dict(examine(Subject(partial(make, name), 8)))
     assert not {title: law for title, law in found.items() if law.failed or law.error is None}
     check_cut(make(name), 8)
-
-
-@every_layer
-def test_a_state_on_disk_and_in_another_order(name: str, tmp_path: Path) -> None:
-    layer, x = make(name), tokens(10)
-    with torch.no_grad():
-        state = layer(x)[1]
-        state.save(tmp_path / "state", model=layer)
-        expected = layer(x[:, :3], state)[0]
-        assert not torch.equal(expected, layer(x[:, :3])[0]) and state.nbytes > 0
-        for other in (type(state).load(tmp_path / "state", model=layer), copy.deepcopy(state), state.to("cpu")):
-            assert type(other) is type(state) and torch.equal(layer(x[:, :3], other)[0], expected)
-        swapped = layer(x[[1, 0], :3], state.select(torch.tensor([1, 0])))[0]
-    torch.testing.assert_close(swapped, expected[[1, 0]], rtol=1e-9, atol=1e-9)
 
 
 @every_layer

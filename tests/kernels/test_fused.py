@@ -80,6 +80,22 @@ def test_packed_documents_and_padding(learner: str) -> None:
         assert compare(run(fused, x, grads=True, **flags), run(dual, x, grads=True, **flags)) < BOUND
 
 
+@pytest.mark.parametrize(("name", "bound"), [("ttt_linear", 1e-3), ("ttt_mlp", 1e-3), ("gated_delta_net", 1e-4)])
+def test_gradients_of_gradients(name: str, bound: float) -> None:
+    """Through the dual form; from a carried state as well, at a length that is no multiple of b."""
+    x, found = torch.randn(2, 39, 32), []
+    for form in ("fused", "dual"):
+        layer, tokens = build(f"layer={name}", f"layer.form={form}", dim=32, num_heads=2, seed=0), x.clone().requires_grad_()
+        leaves = [tokens, *(p for p in layer.parameters() if p.requires_grad)]
+        y, state = layer(tokens[:, :16])
+        y = torch.cat([y, layer(tokens[:, 16:], state)[0]], 1)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        total = torch.stack([g.square().sum() for g in first]).sum()
+        found.append([y, *first, *torch.autograd.grad(total, leaves, materialize_grads=True)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= bound * other.norm() + 1e-6
+
+
 # -- what a kernel says it computes ------------------------------------------------------------------------------------
 
 

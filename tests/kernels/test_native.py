@@ -145,29 +145,6 @@ def layer(kind: str) -> TTTLayer:
     return TTTLayer(32, 2, Reconstruction(), LEARNERS[kind](), GradientDescent(16, token_steps="shared"))
 
 
-@pytest.mark.parametrize("kind", KERNELS)
-def test_in_a_layer(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Carried state, a length that is no multiple of b, and derivatives of the derivatives through the dual form."""
-    x = torch.randn(2, 39, 32)
-    made, dual = layer(kind), layer(kind)
-    dual.plan.kernels = []
-    made.plan.kernels, made.plan.strict = [KERNELS[kind]], True
-
-    def second(layer: TTTLayer) -> list[Tensor]:
-        tokens = x.clone().requires_grad_()
-        y, state = layer(tokens[:, :16])
-        rest, _ = layer(tokens[:, 16:], state)
-        first = torch.autograd.grad(
-            torch.cat([y, rest], 1).square().sum(), [tokens, *layer.parameters()], create_graph=True
-        )
-        twice = torch.autograd.grad(sum(g.square().sum() for g in first), [tokens, *layer.parameters()])  # type: ignore[arg-type]
-        return [y, rest, *first, *twice]
-
-    dual.plan.strict = False
-    for found, expected in zip(second(made), second(dual), strict=True):
-        assert (found - expected).norm() <= 1e-3 * expected.norm() + 1e-6
-
-
 # -- what a user's own part may give ----------------------------------------------------------------------------------
 
 

@@ -19,12 +19,14 @@ def make(name: str, *more: str) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("row", ["kda", "gla", "pkda", "gated_oja", "gka"])
-def test_heads_of_another_width(row: str) -> None:
-    """Two heads of four features, beside a model of twelve."""
-    layer: Any = metattt.build(f"layer={row}", "dim=12", "num_heads=2", "layer.of_heads=3").double()
+@pytest.mark.parametrize("words", ["kda", "gla", "pkda", "gated_oja", "gka", "rwkv7", "ttt_linear task=lact"])
+@pytest.mark.parametrize("of_heads", [1, 3, 6])
+def test_heads_of_another_width(words: str, of_heads: int) -> None:
+    """Two heads of 12, four or two features, beside a model of twelve; learners that keep data have one form."""
+    forms = ("auto", "auto" if words in ("gated_oja", "gka") else "primal")
+    layer, other = (make(*words.split(), f"layer.of_heads={of_heads}", f"layer.form={form}", "num_heads=2") for form in forms)
     x = torch.randn(2, 21, 12, dtype=torch.float64)
-    torch.testing.assert_close(run(layer, x, [8]).y, run(layer, x).y, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(run(layer, x, [8]).y, run(other, x).y, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", [
