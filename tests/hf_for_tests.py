@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
@@ -44,16 +46,46 @@ def write_made(folder: Path, *overrides: str, tokenizer: str | None = None) -> L
     return model
 
 
-def write_published(folder: Path) -> None:
-    """A published checkpoint with a configuration and a tokenizer of characters."""
-    folder.mkdir()
-    vectors = np.load(GOLDEN / f"lm_{PUBLISHED}.npz")
-    tensors = {name.removeprefix("param:"): torch.from_numpy(vectors[name]) for name in vectors if name.startswith("param:")}
-    save_file(tensors, folder / "model.safetensors")
+def golden(kind: str) -> Any:
+    """Vectors of a published language model: parameters, tokens, logits, the loss and its gradients."""
+    return np.load(GOLDEN / f"lm_{kind}.npz")
+
+
+def part(vectors: Any, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): torch.from_numpy(vectors[name]) for name in vectors if name.startswith(prefix)}
+
+
+def published_config(kind: str) -> dict[str, Any]:
+    layer, backbone = kind.split("_")
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    parts = dict.fromkeys(("use_gate", "share_qk", "pre_conv"), True)
-    (folder / "config.json").write_text(json.dumps({**sizes, **parts, "ttt_layer_type": "linear", "ttt_base_lr": 1.0}))
+    parts = dict.fromkeys(("use_gate", "share_qk", "pre_conv"), backbone == "mamba")
+    return {**sizes, **parts, "ttt_layer_type": layer, "ttt_base_lr": 1.0 if layer == "linear" else 0.1, "mini_batch_size": 16}
+
+
+def write_checkpoint(folder: Path, kind: str, name: str = "model.safetensors") -> dict[str, Tensor]:
+    """A published checkpoint in a folder, as its authors would save it."""
+    tensors = part(golden(kind), "param:")
+    folder.mkdir(exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / name)
+    (folder / "config.json").write_text(json.dumps(published_config(kind)))
+    return tensors
+
+
+def write_published(folder: Path) -> None:
+    """One with a tokenizer of characters."""
+    write_checkpoint(folder, PUBLISHED)
     (folder / "tokenizer.json").write_text(characters())
+
+
+def llama(kind: str = "Llama", **settings: int) -> Any:
+    """A small model of Transformers with two blocks of 16 features, or of settings of its own."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes | settings)).eval()
 
 
 def characters() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from hf_for_tests import llama, write_made
 from runs_for_tests import Killed, log, steps, write_corpus
 
 from metattt.checkpoints.trained import read_checkpoint
@@ -66,10 +67,7 @@ def test_a_layer_in_a_model_of_transformers() -> None:
 
 def test_attached_layers_are_trained_alone_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that dies and is started again ends with the weights and the log of one that did not, bit for bit."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, max_position_embeddings=32, **sizes))
+    base = llama(vocab_size=257, max_position_embeddings=32)
     base.save_pretrained(tmp_path / "base")
     example, corpus = load("attach_lightning"), str(write_corpus(tmp_path / "texts"))
 
@@ -126,8 +124,6 @@ def test_a_kind_of_data_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_document_is_read_once_and_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hf_for_tests import write_made
-
     write_made(tmp_path / "model", "layer=ttt_mlp")
     (tmp_path / "notes.txt").write_text("The key is under the third stone. " * 3)
     model, memory = str(tmp_path / "model"), str(tmp_path / "memory.safetensors")

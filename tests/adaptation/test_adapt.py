@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hf_for_tests import llama
 from runs_for_tests import TINY, write_corpus
 
 from metattt.adaptation.adapt import adapt
@@ -59,10 +60,7 @@ def test_equal_documents_are_named(run: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=257, max_position_embeddings=128, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    llama(vocab_size=257, max_position_embeddings=128).save_pretrained(tmp_path / "llama")
     words = [f"checkpoint={tmp_path / 'llama'}", f"data.path={run / 'texts'}", *FEW, f"output_dir={tmp_path}"]
     assert main(["adapt", *words, "fast=mlp", "tokenizer=bytes", "audit=2"]) == 0
     assert "no prediction saw its token" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import hf_for_tests
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,10 +28,7 @@ def ours(layer: str = "ttt_linear") -> LanguageModel:
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=V, max_position_embeddings=32, **sizes)
-    return transformers.LlamaForCausalLM(config).double().eval()
+    return hf_for_tests.llama(vocab_size=V, max_position_embeddings=32).double()
 
 
 def gpt2() -> nn.Module:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hf_for_tests
 import numpy as np
 import pytest
 import torch
@@ -44,11 +45,7 @@ OTHERS: dict[str, tuple[str, dict[str, int]]] = {  # that call their blocks in o
 
 
 def llama(kind: str = "Llama") -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"vocab_size": V, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
+    return hf_for_tests.llama(kind, vocab_size=V, num_key_value_heads=1, max_position_embeddings=64).double()
 
 
 def attached(model: Any, kind: str, **settings: Any) -> Attached:
@@ -337,8 +334,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     own.save(file)
     own.detach()
     before = made(IDS).logits
-    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=V, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))  # fmt: skip
+    other = hf_for_tests.llama(vocab_size=V, hidden_size=24)
     with pytest.raises(MetaTTTError, match="is of another model"):
         load_attached(file, other)
     with pytest.raises(MetaTTTError, match="had no name: give model="):

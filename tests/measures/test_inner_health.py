@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Document
 
 from metattt.composition.compose import build, compose
 from metattt.errors import MetaTTTError
 from metattt.measures import inner_health
 from metattt.measures.inner_health import Health, layer_health
 from metattt.models import LanguageModel
-from metattt.state import State
 from metattt.training.inner_health import InnerHealth, complaints
 from metattt.training.train import train
 
@@ -35,45 +35,27 @@ def test_layers_as_they_come_are_well(layer: str) -> None:
 
 
 def test_losses_are_those_of_the_weights_before_and_after_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against weights that a loop of single tokens hands on."""
+    """By the oracle, which goes from token to token."""
     monkeypatch.setattr(inner_health, "TOKENS", 40)
-    layer = build("layer=ttt_linear", *SIZES, "seed=0").eval()
+    layer = build("layer=ttt_linear", *SIZES, "seed=0").double().eval()
     with torch.no_grad():
         layer.optimizer.lr_weight.mul_(20)
-    x = torch.randn(3, 8, 16)
+    x, losses = torch.randn(3, 8, 16, dtype=torch.float64), []
     found = layer_health(layer, x)
-    learner: Any = layer.learner
-    weights = {name: value.unsqueeze(0).expand(3, *value.shape) for name, value in learner.init.items()}
-    start, before, after, state = [], [], [], None
-    first = weights
-    with torch.no_grad():
-        views, *_ = layer.tokens(
-            x, State(torch.zeros(3, dtype=torch.long), 0, {}, {}, {}, {}), layer.call(x, _start()).ctx
-        )
+    for row in x:
+        document = Document(layer, dict(layer.named_parameters()), row, [], 0)
+        memory = document.begin()
         for t in range(8):
-            _, state = layer(x[:, t : t + 1], state)
-            k, v = (view[:, :, t : t + 1] for view in (views.k, views.v))
-            then = layer.optimizer.current(state.weights, state.phase or 0)
-            for losses, w in ((start, first), (before, weights), (after, then)):
-                losses.append(layer.task.loss(learner.predict(_fast(w, learner), k), v))
-            weights = then
-    for name, losses in (("before", before), ("after", after)):
-        mean = torch.cat(losses, 2).unflatten(2, (2, 4)).mean((0, 2))  # [H, place]
-        torch.testing.assert_close(getattr(found, name), mean)
-    rising = (torch.cat(after, 2) > torch.cat(before, 2)).float().unflatten(2, (2, 4)).mean((0, 2))
-    assert torch.equal(found.rising, rising)
-    worse = (torch.cat(before, 2) > torch.cat(start, 2)).float().unflatten(2, (2, 4)).mean((0, 2))
-    assert torch.equal(found.worse, worse)
-
-
-def _start() -> State:
-    return State(torch.zeros(3, dtype=torch.long), 0, {}, {}, {}, {})
-
-
-def _fast(weights: Any, learner: Any) -> Any:
-    from metattt.learners.fast_weights import FastWeights
-
-    return FastWeights(weights, dict(learner.slow.items()), torch.float32)
+            first, (pair,) = t - t % 4, document.tokens.pairs[t]
+            then = document.token(memory, t, first)
+            weights = (document.w0, document.newest(memory), document.newest(then))
+            losses.append(torch.stack([document.loss(w, first, t, pair) for w in weights]).detach())
+            memory = document.commit(then) if t % 4 == 3 else then
+    start, before, after = torch.stack(losses).unflatten(0, (3, 2, 4)).permute(3, 0, 1, 4, 2)  # [3, 2, H, place]
+    for name, mean in (("before", before), ("after", after)):
+        torch.testing.assert_close(getattr(found, name), mean.mean((0, 1)))
+    for name, larger in (("rising", after > before), ("worse", before > start)):
+        assert torch.equal(getattr(found, name), larger.double().mean((0, 1)))
 
 
 def test_steps_that_are_too_long_are_seen() -> None:

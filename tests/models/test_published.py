@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_for_tests import golden, part, write_checkpoint
+from hf_for_tests import published_config as config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from metattt.errors import MetaTTTError
 from metattt.models import LanguageModel, from_published, to_published
 from metattt.models.published_config import build_empty
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
 
 
@@ -34,24 +34,6 @@ def to_jax(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def from_jax(params: Mapping[str, Any], config: Mapping[str, Any]) -> LanguageModel:
     return from_published(params, config, "jax")
-
-
-def golden(kind: str) -> Any:
-    return np.load(GOLDEN / f"lm_{kind}.npz")
-
-
-def part(vectors: Any, prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): torch.from_numpy(vectors[name]) for name in vectors if name.startswith(prefix)}
-
-
-def config(kind: str) -> dict[str, Any]:
-    layer, backbone = kind.split("_")
-    sizes = {
-        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    }  # fmt: skip
-    parts = dict.fromkeys(("use_gate", "share_qk", "pre_conv"), backbone == "mamba")
-    rule = {"ttt_layer_type": layer, "ttt_base_lr": 1.0 if layer == "linear" else 0.1, "mini_batch_size": 16}
-    return sizes | parts | rule
 
 
 def published(kind: str) -> LanguageModel:
@@ -238,23 +220,11 @@ def test_token_steps_keep_their_values() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def checkpoint(folder: Path, kind: str, name: str = "model.safetensors") -> dict[str, Tensor]:
-    """A published checkpoint in a folder, as its authors would save it."""
-    tensors = part(golden(kind), "param:")
-    folder.mkdir(exist_ok=True)
-    if name.endswith(".safetensors"):
-        save_file(tensors, folder / name)
-    else:
-        torch.save(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / name)
-    (folder / "config.json").write_text(json.dumps(config(kind)))
-    return tensors
-
-
 @pytest.mark.parametrize(
     ("kind", "name"), [("mlp_mamba", "model.safetensors"), ("linear_transformer", "pytorch_model.bin")],
 )  # fmt: skip
 def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
-    tensors = checkpoint(tmp_path / "theirs", kind, name)
+    tensors = write_checkpoint(tmp_path / "theirs", kind, name)
     assert main(["convert", f"source={tmp_path}/theirs", f"target={tmp_path}/ours=1"]) == 0
     check_golden(load_model(tmp_path / "ours=1")[0], kind)
     check_golden(load_model(tmp_path / "theirs")[0], kind)
@@ -294,7 +264,7 @@ class Code:
 
 
 def test_files_that_cannot_be_read_cost_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = checkpoint(tmp_path / "whole", "linear_mamba")
+    tensors = write_checkpoint(tmp_path / "whole", "linear_mamba")
     data = (tmp_path / "whole/model.safetensors").read_bytes()
     torch.save(tensors, tmp_path / "whole.pt")
     (tmp_path / "half.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:9000])
