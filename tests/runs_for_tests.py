@@ -38,16 +38,20 @@ def tiny(corpus: Path, run: Path, *overrides: str) -> DictConfig:
     return compose(*TINY, f"data.path={corpus}", f"output_dir={run}", *overrides)
 
 
+def rows(file: Path) -> list[dict[str, str]]:
+    """Of a table on the disk."""
+    with file.open(newline="", encoding="utf-8") as opened:
+        return list(csv.DictReader(opened))
+
+
 def log(run: Path) -> list[dict[str, str]]:
     """Its rows, without the columns of the machine, which no two runs share."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return [{name: value for name, value in row.items() if name not in CLOCK} for row in csv.DictReader(file)]
+    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows(run / "metrics.csv")]
 
 
 def column(run: Path, name: str) -> dict[int, float]:
     """What a run has logged, by step."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
+    return {int(row["step"]): float(row[name]) for row in rows(run / "metrics.csv") if row.get(name)}
 
 
 def steps(run: Path) -> list[int]:

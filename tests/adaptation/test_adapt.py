@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hf_for_tests import llama
-from runs_for_tests import TINY, write_corpus
+from runs_for_tests import TINY, rows, write_corpus
 
 from metattt.adaptation.adapt import adapt
 from metattt.cli import main
@@ -35,8 +34,7 @@ def test_a_run_adapts_to_texts(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["adapt", *words, "fast=all"]) == 0
     out = capsys.readouterr().out
     assert "3 documents" in out and "no prediction saw its token" in out and "bits per byte by position" in out
-    with (tmp_path / "adapt.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
+    found = rows(tmp_path / "adapt.csv")
     size = sum(len((run / "texts" / f"{n}.txt").read_bytes()) for n in range(3))
     for name in ("as it is", "adapted"):  # every byte is predicted: a separator comes before each document
         assert sum(int(row["bytes"]) for row in found if row["model"] == name) == size

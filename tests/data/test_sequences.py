@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from comparisons import baselines
 from comparisons.cells import Cell, Result, Runner
 from comparisons.sequences import in_context, recall
 from refusals_for_tests import refusal
-from runs_for_tests import log
+from runs_for_tests import column, log
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -187,14 +186,13 @@ def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(t
     ends = "callbacks.stop_at.stopping_threshold=0.6"
     run = (*RECALL, "training.lr=2e-2", "trainer.max_steps=200", "trainer.val_check_interval=10", ends)
     assert train(compose(*run, f"output_dir={tmp_path / 'run'}")) == 0
-    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["validation/accuracy"]]
-    reached = [float(row["validation/accuracy"]) >= 0.6 for row in rows]
-    assert reached[-1] and not any(reached[:-1]) and int(rows[-1]["step"]) < 200
+    seen = column(tmp_path / "run", "validation/accuracy")
+    reached = [accuracy >= 0.6 for accuracy in seen.values()]
+    assert reached[-1] and not any(reached[:-1]) and max(seen) < 200
     found = {}
     for split in ("validation", "test"):
         found[split] = evaluate(compose(f"checkpoint={tmp_path / 'run'}", f"split={split}", "device=cpu", job="eval"))["run"]
-    assert found["validation"].accuracy.mean().item() == pytest.approx(float(rows[-1]["validation/accuracy"]), abs=1e-6)
+    assert found["validation"].accuracy.mean().item() == pytest.approx(seen[max(seen)], abs=1e-6)
     assert found["validation"].loss.tolist() != found["test"].loss.tolist() and found["test"].sequences == 24
     with pytest.raises(MetaTTTError, match="split=validation or split=test"):
         evaluate(compose(f"checkpoint={tmp_path / 'run'}", "split=train", "device=cpu", job="eval"))

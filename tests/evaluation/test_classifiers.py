@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from runs_for_tests import log, steps
+from runs_for_tests import log, rows, steps
 
 import metattt
 from metattt.checkpoints.folder import write_checkpoint
@@ -31,6 +30,11 @@ from metattt.training.train import train
 TINY = (
     "experiment=digits_pixel", "dim=16", "num_heads=2", "model.depth=2", "trainer.accelerator=cpu", "trainer.max_steps=6",
     "trainer.val_check_interval=3", "optimizer.seed=0",
+)  # fmt: skip
+FOLDERS = (
+    "experiment=imagenet_patch/mttt_mlp", "dim=16", "num_heads=2", "model.depth=1", "data.img_size=16", "model.img_size=16",
+    "model.patch_size=4", "data.num_workers=0", "training.warmup_steps=1", "model.num_classes=2", "trainer.accelerator=cpu",
+    "trainer.precision=32",
 )  # fmt: skip
 
 
@@ -79,8 +83,7 @@ def test_the_figures_are_those_of_all_validation_images(runs: Path, tmp_path: Pa
     assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
     assert found.top1 == (order[:, 0] == labels).double().mean().item()
     assert found.top5 == (order[:, :5] == labels[:, None]).double().sum(1).mean().item()
-    with (runs / "a" / "metrics.csv").open(newline="") as file:
-        last = [row for row in csv.DictReader(file) if row["validation/loss"]][-1]
+    last = [row for row in rows(runs / "a" / "metrics.csv") if row["validation/loss"]][-1]
     assert found.loss == pytest.approx(float(last["validation/loss"]), rel=1e-5)
     assert found.top1 == pytest.approx(float(last["validation/top1"]), abs=1e-6)
 
@@ -94,12 +97,11 @@ def test_several_runs_in_one_table_with_their_inner_losses(
     names = {"images.csv", "images-2.csv", "inner_loss.csv", "inner_loss-2.csv"}
     assert {file.name for file in tmp_path.iterdir()} == names
     assert "top-1 %" in capsys.readouterr().out and list(found) == ["a", "b"]
-    with (tmp_path / "images-2.csv").open(newline="") as file:
-        rows = {row["model"]: row for row in csv.DictReader(file)}
-    assert float(rows["b"]["loss"]) == found["b"].loss and found["a"].loss != found["b"].loss
+    by_model = {row["model"]: row for row in rows(tmp_path / "images-2.csv")}
+    assert float(by_model["b"]["loss"]) == found["b"].loss and found["a"].loss != found["b"].loss
     assert list(found["a"].inner) == [1, 2] and all(len(losses) > 2 for losses in found["a"].inner.values())
-    with (tmp_path / "inner_loss.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == sum(len(losses) for one in found.values() for losses in one.inner.values())
+    count = sum(len(losses) for one in found.values() for losses in one.inner.values())
+    assert len(rows(tmp_path / "inner_loss.csv")) == count
 
 
 def test_permutations_are_drawn_alike_and_nothing_else_notices(runs: Path, tmp_path: Path) -> None:
@@ -129,9 +131,7 @@ def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path
         shares = model(image).softmax(1)[0]
         assert shares[[int(name) for name in one.classes]].tolist() == pytest.approx(one.probabilities, abs=1e-5)
         assert one.probabilities == sorted(one.probabilities, reverse=True) and len(one.classes) == 3
-    with (tmp_path / "predictions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["class_1"] for row in rows] == [one.classes[0] for one in found]
+    assert [row["class_1"] for row in rows(tmp_path / "predictions.csv")] == [one.classes[0] for one in found]
 
 
 def test_saved_pictures_are_predicted_as_eval_scores_them(tmp_path: Path) -> None:
@@ -201,12 +201,7 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
             for number in range(count):
                 pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "data" / split / name / f"{number}.png")
-    given = (
-        "experiment=imagenet_patch/mttt_mlp", "dim=16", "num_heads=2", "model.depth=1", f"data.path={tmp_path / 'data'}",
-        "data.img_size=16", "model.img_size=16", "model.patch_size=4", "data.batch_size=4", "data.num_workers=0", "trainer.max_steps=2",
-        "training.warmup_steps=1", "model.num_classes=2", "trainer.accelerator=cpu", "trainer.precision=32",
-        "trainer.val_check_interval=2",
-    )  # fmt: skip
+    given = (*FOLDERS, f"data.path={tmp_path / 'data'}", "data.batch_size=4", "trainer.max_steps=2", "trainer.val_check_interval=2")
     assert train(compose(*given, f"output_dir={tmp_path / 'run'}")) == 0
     found = predicted(f"checkpoint={tmp_path / 'run'}", f"source={tmp_path / 'data' / 'val'}")
     assert len(found) == 8 and {name for one in found for name in one.classes} == {"cat", "dog"}
@@ -236,12 +231,8 @@ def test_an_image_that_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch:
         (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "data" / name / f"{number}.png")
-    given = (
-        "experiment=imagenet_patch/mttt_mlp", "dim=16", "num_heads=2", "model.depth=1", f"data.path={tmp_path / 'data'}",
-        "data.img_size=16", "model.img_size=16", "model.patch_size=4", "data.batch_size=2", "data.num_workers=0", "trainer.max_steps=6",
-        "training.warmup_steps=1", "model.num_classes=2", "trainer.accelerator=cpu", "trainer.precision=32", "trainer.log_every_n_steps=1",
-        "trainer.val_check_interval=6",
-    )  # fmt: skip
+    given = (*FOLDERS, f"data.path={tmp_path / 'data'}", "data.batch_size=2", "trainer.max_steps=6", "trainer.val_check_interval=6")
+    given += ("trainer.log_every_n_steps=1",)
     assert train(compose(*given, f"output_dir={tmp_path / 'whole'}")) == 0
     read, count = CheckedImages.__getitem__, itertools.count(1)
 

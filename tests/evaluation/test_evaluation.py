@@ -1,7 +1,6 @@
 """Evaluation: loss by position, several checkpoints on one plot, and the losses of the inner loops, in files and in the
 log."""
 
-import csv
 import math
 import shutil
 from itertools import pairwise
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Document
+from runs_for_tests import rows
 from torch import Tensor
 
 from metattt.checkpoints.files import find_checkpoint
@@ -44,11 +44,6 @@ def tiny(*overrides: str) -> LanguageModel:
             if "token_step" not in name:  # a negative step is no step
                 parameter += (0.5 if "init" in name or "norm" in name else 0.2) * torch.randn_like(parameter)
     return model
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 # -- loss by position --------------------------------------------------------------------------------------------------

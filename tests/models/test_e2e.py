@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from models_for_tests import TOLERANCE, documents_are_apart, read_in_pieces
 from processes_for_tests import two_processes
 from refusals_for_tests import refusal
+from runs_for_tests import column
 from saved import SavedBytes
 from torch import Tensor
 
@@ -352,9 +353,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_trains_and_goes_on_as_it_would_have(runs: Path) -> None:
-    rows = [line.split(",") for line in (runs / "whole" / "metrics.csv").read_text().splitlines()]
-    column = rows[0].index("train/loss")
-    losses = [float(row[column]) for row in rows[1:] if len(row) > column and row[column]]
+    losses = [*column(runs / "whole", "train/loss").values()]
     assert len(losses) == 6 and losses[-1] < losses[0]
     found, wanted = (read_checkpoint(runs / name) for name in ("resumed", "whole"))
     assert found["global_step"] == wanted["global_step"] == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from runs_for_tests import rows
 
 from metattt.cli import main
 from metattt.errors import MetaTTTError
@@ -42,8 +42,7 @@ def states(folder: Path) -> dict[str, str]:
 
 
 def table(folder: Path) -> list[dict[str, str]]:
-    with (folder / "runs.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return rows(folder / "runs.csv")
 
 
 # -- what runs ---------------------------------------------------------------------------------------------------------
@@ -77,15 +76,14 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     assert second.returncode == 0, second.stdout + second.stderr
     assert set(states(sweep).values()) == {"finished"}
     assert set(states(sweep)) == {f"layer={layer}+seed={seed}" for layer in ("linear_attention", "retnet") for seed in (0, 1)}
-    rows = table(sweep)
-    assert sorted((row["layer"], row["seed"]) for row in rows) == [
+    cells = table(sweep)
+    assert sorted((row["layer"], row["seed"]) for row in cells) == [
         ("linear_attention", "0"), ("linear_attention", "1"), ("retnet", "0"), ("retnet", "1"),
     ]  # fmt: skip
-    values = [float(row["validation/bits_per_byte"]) for row in rows]
-    assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in rows)
+    values = [float(row["validation/bits_per_byte"]) for row in cells]
+    assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in cells)
     stopped = next(name for name, state in before.items() if state == "stopped")
-    with (sweep / stopped / "metrics.csv").open(newline="") as file:
-        steps = [row["step"] for row in csv.DictReader(file) if row["train/loss"]]
+    steps = [row["step"] for row in rows(sweep / stopped / "metrics.csv") if row["train/loss"]]
     assert steps == sorted(set(steps), key=int) and steps[-1] == "120"  # went on: no row twice
     assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG")
     third = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
