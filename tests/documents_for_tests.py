@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,6 +42,15 @@ class Block:
     def file(self) -> str | None:
         found = FILE.match(self.text)
         return found["name"] if found else None
+
+
+def script(path: Path) -> ModuleType:
+    """A file of Python that belongs to no package, as a module."""
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def name_of(page: Path) -> str:

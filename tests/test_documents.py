@@ -12,11 +12,10 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from documents_for_tests import PAGES, ROOT, SMALL, Block, blocks, commands, name_of, of_metattt
+from documents_for_tests import PAGES, ROOT, SMALL, Block, blocks, commands, name_of, of_metattt, script
 
 from metattt.cli import COMMANDS, NAMED, main
 from metattt.composition.choices import groups
@@ -221,17 +220,8 @@ class TestHalfToken(TaskConformance):
 # -- numbers and figures -----------------------------------------------------------------------------------------------
 
 
-def script(folder: str, name: str) -> ModuleType:
-    path = ROOT / "docs" / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_numbers_are_those_of_the_results() -> None:
-    numbers = script("scripts", "numbers")
+    numbers = script(ROOT / "docs/scripts/numbers.py")
     marks, problems = 0, []
     for page in numbers.pages():
         text = page.read_text(encoding="utf-8")
@@ -243,7 +233,7 @@ def test_numbers_are_those_of_the_results() -> None:
 
 
 def test_the_arithmetic_of_scaling_is_that_of_its_script() -> None:
-    scaling = script("scripts", "scaling")
+    scaling = script(ROOT / "docs/scripts/scaling.py")
     written = json.loads((ROOT / scaling.RESULT).read_text(encoding="utf-8"))
     assert written["assumed"] == scaling.ASSUMED
     now = scaling.tables()
@@ -254,7 +244,7 @@ def test_the_arithmetic_of_scaling_is_that_of_its_script() -> None:
 
 
 def test_no_allowance_is_idle() -> None:
-    numbers = script("scripts", "numbers")
+    numbers = script(ROOT / "docs/scripts/numbers.py")
     for page, pattern in numbers.allowances():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert list(numbers.unmarked(page, text, [])), f"{page}: nothing is left to allow"
@@ -265,7 +255,7 @@ def test_figures_are_those_of_the_code(tmp_path: Path, monkeypatch: pytest.Monke
     """Drawn anew, they have the same numbers and words; bytes differ between versions of Matplotlib."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "figures"))
-    drawn = script("figures", "drawing").all_of_them(tmp_path)
+    drawn = script(ROOT / "docs/figures/drawing.py").all_of_them(tmp_path)
     assert {file.name for file in drawn} == {file.name for file in (ROOT / "docs/figures").glob("*.svg")}
     for file in drawn:
         committed = (ROOT / "docs/figures" / file.name).read_text(encoding="utf-8")

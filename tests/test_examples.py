@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import runpy
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from documents_for_tests import script
 from hf_for_tests import llama, write_made
 from runs_for_tests import Killed, log, steps, write_corpus
 
@@ -24,11 +24,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(EXAMPLES / f"{name}.py")
 
 
 @pytest.mark.slow

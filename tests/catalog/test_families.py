@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from documents_for_tests import script
+from processes_for_tests import fresh
 
 from metattt.catalog.families import FAMILIES, OWN, Source, ordered, sources
 from metattt.catalog.known_layers import MEASURED, known_layers, written_down
@@ -38,12 +37,8 @@ def test_order() -> None:
 
 
 def test_the_tables_of_the_page_are_those_of_the_configurations() -> None:
-    spec = importlib.util.spec_from_file_location("layers_page", PAGE.parent / "scripts" / "layers.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     page = PAGE.read_text(encoding="utf-8")
-    assert page == script.page(page), "run `python -P docs/scripts/layers.py`"
+    assert page == script(PAGE.parent / "scripts" / "layers.py").page(page), "run `python -P docs/scripts/layers.py`"
     listed = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert {row[0].strip("`") for row in listed if row[0].startswith("`")} == set(sources())
 
@@ -64,8 +59,7 @@ def test_all_that_is_written_down_is_so() -> None:
 
 
 def test_the_table_needs_no_torch() -> None:
-    code = "import sys; from metattt.cli import main; assert main(['layers']) == 0; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    fresh([], ["import sys; from metattt.cli import main; assert main(['layers']) == 0; assert 'torch' not in sys.modules"])
 
 
 @pytest.fixture

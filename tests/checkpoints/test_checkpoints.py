@@ -4,8 +4,6 @@ other runs."""
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import lightning
 import pytest
 import torch
 from omegaconf import OmegaConf
+from processes_for_tests import fresh
 
 import metattt.configs
 from metattt.checkpoints.files import find_checkpoint
@@ -165,7 +164,7 @@ def test_eval_and_generate_import_no_training(copy: Path) -> None:
         f"import metattt; metattt.load_model({str(copy)!r}); "
         "assert not [name for name in sys.modules if name.startswith(('metattt.training', 'timm'))]"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh([], [code])
 
 
 def test_load_model_is_public(run: Path) -> None:

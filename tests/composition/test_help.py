@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from processes_for_tests import fresh
 
 from metattt.cli import COMMANDS, main
 from metattt.composition.aliases import NOT_SET_THERE
@@ -30,7 +31,7 @@ def test_help_and_configuration_of_every_command(command: str, capsys: pytest.Ca
 def test_help_is_fast() -> None:
     code = "import sys; from metattt.cli import main; main(['--help']); main(['train', '--help'])\n"
     code += "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    fresh([], [code])
 
 
 @pytest.mark.parametrize(

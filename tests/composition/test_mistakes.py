@@ -2,13 +2,12 @@
 waits for torch."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
+from processes_for_tests import fresh
 from refusals_for_tests import refusal
 
 from metattt import build
@@ -115,8 +114,7 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
     words = [one.split() for one in typed]
     code = f"import sys; from metattt.cli import main; codes = [main(words) for words in {words}]; assert set(codes) == {{2}}, codes\n"
     code += "main(['train', '--cfg'])\nassert not {'torch', 'lightning', 'timm'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    fresh([], [code])
 
 
 def test_arguments_of_the_trainer_need_no_plus() -> None:
