@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,29 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         torch.distributed.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from runs_for_tests import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="session")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps with TTT-Linear, never stopped. It is looked at, and copied to be changed."""
+    from runs_for_tests import tiny
+
+    from metattt.training.train import train
+
+    torch.set_num_threads(1)
+    run = tmp_path_factory.mktemp("finished") / "run"
+    size = ("dim=16", "data.context_length=32", "data.batch_size=4", "layer=ttt_linear", "optimizer.mini_batch_size=8")
+    settings = ("training.lr=5e-3", "trainer.max_steps=8")
+    kept = ("callbacks.checkpoint.every_steps=3", "callbacks.checkpoint.best=null", "trainer.val_check_interval=2")
+    assert train(tiny(corpus, run, *size, *settings, *kept)) == 0
+    return run
 
 
 @pytest.fixture

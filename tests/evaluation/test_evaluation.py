@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Document
-from runs_for_tests import rows
+from runs_for_tests import rows, write_corpus
 from torch import Tensor
 
 from metattt.checkpoints.files import find_checkpoint
@@ -205,9 +205,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small runs on the same text, and one with another split."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("evaluation")
-    (folder / "text").mkdir()
-    for index in range(12):
-        (folder / "text" / f"{index}.txt").write_text(f"document {index} " + "alpha beta gamma " * (10 + index))
+    write_corpus(folder / "text")
     for name, *rest in (("linear",), ("attention", "layer=attention"), ("other", "seed=1")):
         wanted = [override for override in RUN if name != "attention" or "optimizer" not in override]
         assert train(compose(*wanted, *rest, f"data.path={folder / 'text'}", f"output_dir={folder / name}")) == 0
@@ -264,7 +262,7 @@ def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) 
             labels([tmp_path / "a", tmp_path / "b"], given)
     for override, message in (
         ("inner_loss_windows=0", "inner_loss_windows=0"), ("bins=linear", "bins=linear"), ("segment=0", "segment=0"),
-        ("segment=many", "segment"), (f"output_dir={runs / 'text' / '0.txt'}", "cannot be written"),
+        ("segment=many", "segment"), (f"output_dir={runs / 'text' / '00.txt'}", "cannot be written"),
     ):  # fmt: skip
         with pytest.raises(MetaTTTError, match=message):
             evaluate(compose(f"checkpoint={runs / 'linear'}", override, "device=cpu", job="eval"))

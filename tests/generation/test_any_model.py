@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs_for_tests import write_corpus
 from tokenizer_for_tests import trained_tokenizer
 
 from metattt.checkpoints.convert import convert
@@ -33,9 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, a run on its bytes, that run under published names, and from there as ours again."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "text").mkdir()
-    for index in range(12):
-        (folder / "text" / f"{index}.txt").write_text(f"document {index} " + "alpha beta gamma " * (10 + index))
+    write_corpus(folder / "text")
     settings = (*RUN, "data.context_length=24", f"data.path={folder / 'text'}", f"output_dir={folder / 'linear'}")
     assert train(compose(*settings, "model=mamba_backbone")) == 0
     for source, target, direction in (("linear", "theirs", "to_published"), ("theirs", "ours", "from_published")):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Document
+from runs_for_tests import write_corpus
 
 from metattt.composition.compose import build, compose
 from metattt.errors import MetaTTTError
@@ -139,11 +140,9 @@ def test_a_run_says_it_once(
         return looks[-1]
 
     monkeypatch.setattr(InnerHealth, "look", noted)
-    for index in range(12):
-        (tmp_path / f"{index}.txt").write_text(f"document {index}\n" + "alpha beta gamma delta " * 12)
     given = (
         *SIZES, "model.num_layers=2", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu", "sample=false",
-        f"data.path={tmp_path}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4", "optimizer.base_lr=0",
+        f"data.path={write_corpus(tmp_path / 'text')}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4", "optimizer.base_lr=0",
     )  # fmt: skip
     assert train(compose(*given)) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "learns nothing" in line]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_for_tests import write_corpus
 
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.composition.compose import compose
@@ -34,12 +33,10 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    write_corpus(folder)
-    words = (f"source={folder}", f"target={folder / 'shards'}", "validation_fraction=0.2", "workers=1")
-    prepare(compose(*words, job="prepare"))
-    return folder / "shards"
+def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("prepared") / "shards"
+    prepare(compose(f"source={corpus}", f"target={target}", "validation_fraction=0.2", "workers=1", job="prepare"))
+    return target
 
 
 def run(folder: Path, shards: Path, *overrides: str) -> Path:
