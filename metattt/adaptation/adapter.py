@@ -296,7 +296,7 @@ class Adapter:
         made: list[Any] = []
         first: list[Tensor] = []
         valid = self._valid(state)
-        complete = self._complete(valid, state)
+        complete = self._complete(valid)
         for _ in range(self.rule.steps):
             names = list(memory["commit"])
 
@@ -364,11 +364,9 @@ class Adapter:
         ends = torch.tensor([stop if end is None else end for end in state.ends], device=place.device)
         return place < ends.unsqueeze(1)
 
-    def _complete(self, valid: Tensor, state: Adapted) -> list[bool]:
+    def _complete(self, valid: Tensor) -> list[bool]:
         """The documents that learn from the open mini-batch: all its tokens are there, or no more will come."""
-        whole = state.waiting == self.rule.mini_batch_size
-        learn = valid.all(1) if whole else valid.any(1)
-        return [bool(one) for one in learn.tolist()]
+        return [bool(one) for one in valid.any(1).tolist()]
 
     def _begun(self, batch: int) -> Adapted:
         """The state at the start of `batch` documents."""

@@ -188,6 +188,11 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     assert torch.equal(one.nats.nan_to_num(), two.nats.nan_to_num())
     fresh = Adapter(made, "lora", adam()).read(IDS.flip(1))
     assert not torch.allclose(one.nats[:, 1:SIZE], fresh.nats[:, 1:SIZE])
+    alone, beside = Adapter(made, "lora", adam()), Adapter(made, "lora", adam())
+    alone.read(IDS[:1, : SIZE + 3]), beside.read([IDS[0, : SIZE + 3], IDS[1]])  # the first ends, and the second goes on
+    alone.next_documents(), beside.next_documents()
+    row = beside.read(IDS.flip(1)).nats[:1]
+    torch.testing.assert_close(row, alone.read(IDS[:1].flip(1)).nats, rtol=1e-9, atol=1e-9, equal_nan=True)
     with pytest.raises(MetaTTTError, match="made by another rule: make the adapter with the same rule"):
         Adapter(made, "lora", BlockMomentum(SIZE, lr="constant", momentum="constant")).load(tmp_path / "adapted.safetensors")
     with pytest.raises(MetaTTTError, match="other fast weights"):
