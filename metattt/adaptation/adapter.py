@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metattt.adaptation.constant_gates import constant_gates
 from metattt.adaptation.fast_model import FastModel
 from metattt.checkpoints.states import read_state, write_state
-from metattt.errors import MetaTTTError, NotFinite, check_integer
+from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
 from metattt.generation.sampling import generate
 from metattt.inner.network_step import gradients_of, refill, skeleton
 from metattt.memory import Memory, at_start, choose
@@ -119,6 +119,8 @@ class Adapter:
         clip: float | None = 1.0,
         seed: int = 0,
     ):
+        if clip is not None:
+            check_number("clip", clip, above=0, advice=", or null for no bound")
         self.base, self.clip = model, clip
         self.fast = FastModel(model, fast, rank, frozen_blocks, seed)
         self.rule = Adam(base_lr=1e-3, eps=1e-11, mini_batch_size=64) if rule is None else rule

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.functional import replica
 from metattt.inner.diagnostics import require_ids
 from metattt.models.language_model import LanguageModel
@@ -69,6 +69,8 @@ class FastModel:
         frozen_blocks: int = 0,
         seed: int = 0,
     ):
+        for key, value, least in (("rank", 1 if rank is None else rank, 1), ("frozen_blocks", frozen_blocks, 0)):
+            check_integer(key, value, least)
         self._given: Any = model, fast, rank, frozen_blocks, seed
         self.ours = isinstance(model, LanguageModel)
         self.model = replica(model).eval()
@@ -224,7 +226,7 @@ def _chosen(
     Raises:
         MetaTTTError: as `FastModel`.
     """
-    patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast)
+    patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast or ())
     blocks = _blocks(model)
     frozen = tuple(f"{blocks}.{number}." for number in range(frozen_blocks))
     held = [

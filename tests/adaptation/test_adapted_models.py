@@ -212,6 +212,8 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
         ({"fast": ["blocks.0.layer.learner.init.*"]}, "is not applied by its own module"),
         ({"fast": ["blocks.0.ffn_norm.weight"], "rank": 2}, "is no matrix"),
         ({"context": -1}, "context"),
+        ({"rank": 0}, "rank=0"), ({"frozen_blocks": -1}, "frozen_blocks=-1"), ({"fast": None}, "fast=None"),
+        ({"clip": -1.0}, "clip=-1.0"), ({"clip": float("nan")}, "clip=nan"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(settings: dict[str, object], message: str) -> None:
