@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from metattt.adaptation.adapter import Score
+from metattt.errors import MetaTTTError
 
 Scorer = Callable[[list[Tensor]], list[Tensor]]
 """Documents, `[n]` token ids each, to the logits `[n, V]` that their tokens were predicted with."""
@@ -57,13 +58,18 @@ def leaks(
         positions: tokens from which on a document is changed; None: all.
         carries: a document may see what was learned of those before it; else it may see itself alone.
         seed: of the changes.
+
+    Raises:
+        MetaTTTError: positions that are in no document.
     """
+    if positions is not None and not any(0 <= place < len(one) for place in positions for one in documents):
+        raise MetaTTTError(f"positions={list(positions)} are in no document: nothing would be examined")
     generator = torch.Generator().manual_seed(seed)
     expected, again = scorer(list(documents)), scorer(list(documents))
     noise = max((_moved(one, other) for one, other in zip(expected, again, strict=True)), default=0.0)
     for number, document in enumerate(documents):
         for place in range(len(document)) if positions is None else positions:
-            if place >= len(document):
+            if not 0 <= place < len(document):
                 continue
             changed = document.clone()
             step = torch.randint(1, vocab_size, (len(document) - place,), generator=generator).to(document.device)
@@ -90,7 +96,7 @@ def repeated(documents: Sequence[Tensor]) -> list[tuple[int, int]]:
     first: dict[str, int] = {}
     found = []
     for number, document in enumerate(documents):
-        digest = hashlib.sha256(document.cpu().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(document.cpu().long().numpy().tobytes()).hexdigest()
         if (before := first.setdefault(digest, number)) != number:
             found.append((before, number))
     return found
@@ -105,7 +111,7 @@ def _first(
         if document > number and carries:
             break
         stop = place + 1 if document == number else len(one)
-        difference = (one[:stop].double() - scored[document][:stop].double()).abs().amax(-1)
+        difference = _differences(one[:stop], scored[document][:stop]).amax(-1)
         moved = (difference > noise) | difference.isnan()
         if bool(moved.any()):
             token = int(moved.int().argmax())
@@ -114,4 +120,11 @@ def _first(
 
 
 def _moved(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    differences = _differences(one, other)  # what is not finite is no noise, behind which a leak may hide
+    return float(differences[differences.isfinite()].max()) if differences.isfinite().any() else 0.0
+
+
+def _differences(one: Tensor, other: Tensor) -> Tensor:
+    """0 also between equal infinities, as logits of tokens that are ruled out."""
+    one, other = one.double(), other.double()
+    return (one - other).abs().masked_fill(one == other, 0)

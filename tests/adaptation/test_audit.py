@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import metattt
-from metattt import Adapter
+from metattt import Adapter, MetaTTTError
 from metattt.adaptation.adapter import Adapted, Score
 from metattt.adaptation.audit import Scorer, leaks, repeated, unseen
 from metattt.models import LanguageModel
@@ -211,6 +211,25 @@ def test_all_planted_leaks_are_found() -> None:
     missed += [f"rewind {number}" for number, score in enumerate(rewound) if unseen([score])]
     missed += [f"copy {number}" for number, (texts, pairs) in enumerate(copies) if repeated(texts) != pairs]
     assert not missed
+
+
+def test_what_is_not_finite_is_no_leak_and_hides_none() -> None:
+    def ruled_out(name: str, value: float, row: slice) -> Scorer:
+        def scorer(documents: list[Tensor]) -> list[Tensor]:
+            made = honest(adapter()) if name == "honest" else PLANTED[name]()
+            logits = [one.clone() for one in made(documents)]
+            for one in logits:
+                one[row, 3] = value
+            return logits
+
+        return scorer
+
+    places, every, last = [3, 9], slice(None), slice(-1, None)
+    assert not list(leaks(ruled_out("honest", -torch.inf, every), TEXT, V, places))
+    assert list(leaks(ruled_out("look-ahead-1-True", torch.nan, last), TEXT[:1], V, places))
+    with pytest.raises(MetaTTTError, match="are in no document"):
+        next(leaks(honest(adapter()), TEXT, V, [-1, 100]))
+    assert repeated([TEXT[0], TEXT[0].int()]) == [(0, 1)]
 
 
 def rewinds() -> Iterator[Score]:
