@@ -80,6 +80,7 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     chosen = settings(AdaptSettings, cfg, checkpoint=NO_CHECKPOINT)
     if OmegaConf.is_missing(cfg.data, "path"):
         raise MetaTTTError("no texts are given: add data.path=<file, folder or list of these>")
+    check_integer("audit", chosen.audit, 0)
     least = {"batch_size": (chosen.batch_size, 1), "data.documents": (chosen.data.documents, 1)}
     for key, (value, at_least) in (least | {"data.max_tokens": (chosen.data.max_tokens, 2)}).items():
         if value is not None:
@@ -199,7 +200,8 @@ def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings,
     """
     length = AUDITED * adapter.rule.mini_batch_size + 1
     document = max(documents, key=len)[:length]
-    places = sorted({round(place) for place in np.linspace(0, len(document) - 1, chosen.audit)})
+    # not at the ends: nothing is predicted before the first token, and no mini-batch is learned with the last
+    places = sorted({round(place) for place in np.linspace(0, len(document) - 1, chosen.audit + 2)[1:-1]})
 
     def scorer(texts: list[Tensor]) -> list[Tensor]:
         adapter.reset()

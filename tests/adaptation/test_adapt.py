@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hf_for_tests import llama
 from runs_for_tests import TINY, rows, write_corpus
 
 from metattt.adaptation.adapt import adapt
+from metattt.adaptation.adapter import Adapter, Score
 from metattt.cli import main
 from metattt.composition.compose import compose
 
@@ -48,6 +50,23 @@ def test_a_run_adapts_to_texts(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert carried["adapted"].tokens == 3 * 99
 
 
+@pytest.mark.parametrize("audit", [1, 2])
+def test_few_changes_show_a_text_that_was_learned_first(run: Path, audit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Adapter.read
+
+    def learned_first(self: Adapter, ids: Any, logits: bool = False) -> Score:
+        self.learn(ids)
+        assert self.state is not None
+        weights, self.state = self.state.weights, None
+        self.state = self._begun(len(self.fast.token_ids(ids)[1]))._replace(weights=weights)
+        return read(self, ids, logits)
+
+    monkeypatch.setattr(Adapter, "read", learned_first)
+    words = [f"checkpoint={run / 'run'}", f"data.path={run / 'texts'}", *FEW, f"audit={audit}", "data.max_tokens=97"]
+    with pytest.raises(RuntimeError, match="depends on a token that it should not see"):
+        adapt(compose(*words, job="adapt"))
+
+
 def test_equal_documents_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
@@ -71,7 +90,7 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
     [
         ("optimizer=momentum", "with every token"),
         ("fast=heads", "fast=heads names no parameter"),
-        ("batch_size=0", "batch_size=0"), ("data.max_tokens=1", "data.max_tokens=1"),
+        ("audit=-1", "audit=-1"), ("batch_size=0", "batch_size=0"), ("data.max_tokens=1", "data.max_tokens=1"),
         ("fast_weights=lora", "fast"),
         ("data.path=???", "no texts are given: add data.path="),
     ],
