@@ -67,19 +67,24 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     call, width = Call(model, names[0]), int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
     about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
     made: dict[str, _Beside | _InPlace] = {}
-    for name in names:
-        module = model.get_submodule(name)
-        if isinstance(module, _Beside | _InPlace):
-            raise MetaTTTError(f"{name} has an attached layer already: call its `detach()` first")
-        if layer == IN_PLACE:
-            mlp = model.get_submodule(name.rpartition(".")[0])
-            made[name] = _InPlace(name, module, call, mlp, width, dict(settings))
-        else:
-            made[name] = _Beside(name, module, call, layer, how, width, settings)
-    causality = Causality()
-    for one in made.values():
-        if isinstance(one, _Beside):
-            causality.check(one.layer, width)
+    try:
+        for name in names:
+            module = model.get_submodule(name)
+            if isinstance(module, _Beside | _InPlace):
+                raise MetaTTTError(f"{name} has an attached layer already: call its `detach()` first")
+            if layer == IN_PLACE:
+                mlp = model.get_submodule(name.rpartition(".")[0])
+                made[name] = _InPlace(name, module, call, mlp, width, dict(settings))
+            else:
+                made[name] = _Beside(name, module, call, layer, how, width, settings)
+        causality = Causality()
+        for one in made.values():
+            if isinstance(one, _Beside):
+                causality.check(one.layer, width)
+    except BaseException:
+        for end in (call.end, *(one.end for one in made.values())):
+            end()
+        raise
     for name, one in made.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, one)

@@ -274,11 +274,13 @@ def test_a_copy_of_the_model_stands_alone() -> None:
 
 def test_mistakes_are_named() -> None:
     made = llama()
+    hooks = [len(one._forward_hooks | one._forward_pre_hooks) for one in made.modules()]
     for pattern, layer, settings, message in (
         ("layers.*.attn", "ttt_linear", {}, "names no module"),
         (ATTENTION, "ttt_lineer", {}, "ttt_linear"),
         (DOWN, "ttt_linear", {}, "goes beside an attention"),
         (ATTENTION, "in_place", {}, "takes linear maps"),
+        ("model.layers.*.mlp.[du]*_proj", "in_place", {"lr": 1.0}, "takes linear maps of MLPs"),
         (ATTENTION, "mttt_linear", {}, "must not see it: optimizer.read=final"),
         (ATTENTION, "ttt_linear", {"direction": "both"}, "must not see it: Bidirectional"),
         (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
@@ -290,6 +292,7 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(MetaTTTError, match=message):
             attach(made, pattern, layer=layer, **settings)
+        assert hooks == [len(one._forward_hooks | one._forward_pre_hooks) for one in made.modules()]
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=V))
     with pytest.raises(MetaTTTError, match="adds the residual connection itself"):
         attach(bloom, "transformer.h.*.self_attention", layer="ttt_linear", how="replace")
