@@ -115,8 +115,10 @@ class Attached:
                     yield f"{name}.{own}", parameter
 
     def detach(self) -> None:
-        """Puts the pretrained modules back into their places."""
+        """Puts the pretrained modules back into their places, but where something else stands by now."""
         for name, module in self.modules.items():
+            if self.model.get_submodule(name) is not module:
+                continue
             parent, _, attribute = name.rpartition(".")
             setattr(self.model.get_submodule(parent), attribute, module.pretrained)
             module.end()

@@ -264,6 +264,16 @@ def test_what_stands_in_place_of_a_map_of_steps_is_called(name: str, target: str
     assert not torch.allclose(layer(x)[0], before)
 
 
+def test_detaching_once_more_leaves_what_was_attached_since() -> None:
+    made = llama()
+    first = attached(made, "ttt_linear")
+    first.detach()
+    trained(attached(made, "mamba"))
+    logits = made(IDS).logits
+    first.detach()
+    assert torch.equal(made(IDS).logits, logits)
+
+
 def test_a_copy_of_the_model_stands_alone() -> None:
     made = llama()
     trained(attached(made, "in_place"))
