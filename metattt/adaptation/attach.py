@@ -64,6 +64,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         raise MetaTTTError(
             f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
         )
+    if fixed := settings.keys() & {"dim", "name"}:
+        raise MetaTTTError(f"{min(fixed)} is no setting of attach: the model says how wide a layer is")
     call, width = Call(model, names[0]), int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
     about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
     made: dict[str, _Beside | _InPlace] = {}

@@ -291,6 +291,7 @@ def test_mistakes_are_named() -> None:
         (DOWN, "ttt_linear", {}, "goes beside an attention"),
         (ATTENTION, "in_place", {}, "takes linear maps"),
         ("model.layers.*.mlp.[du]*_proj", "in_place", {"lr": 1.0}, "takes linear maps of MLPs"),
+        (ATTENTION, "ttt_linear", {"dim": 8}, "dim is no setting"),
         (ATTENTION, "mttt_linear", {}, "must not see it: optimizer.read=final"),
         (ATTENTION, "ttt_linear", {"direction": "both"}, "must not see it: Bidirectional"),
         (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
