@@ -131,6 +131,9 @@ class Followed:
 
     metattt_states: dict[str, Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _followed, (type(self).__mro__[2],), self.__dict__
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._select(beam_idx)
@@ -162,7 +165,16 @@ def states_in(cache: Any) -> dict[str, Any]:
     if cache is None:
         return {}
     if not isinstance(cache, Followed):
-        cache.__class__ = type(type(cache).__name__, (Followed, type(cache)), {})
+        cache.__class__ = _followed_class(type(cache))
         cache.metattt_states = {}
     states: dict[str, Any] = cache.metattt_states
     return states
+
+
+def _followed_class(kind: type) -> type:
+    return type(kind.__name__, (Followed, kind), {})
+
+
+def _followed(kind: type) -> Any:
+    """An empty cache of this kind that is followed, for `pickle` and `copy`."""
+    return object.__new__(_followed_class(kind))

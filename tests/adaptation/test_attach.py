@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,16 @@ def test_what_stands_in_place_of_a_map_of_steps_is_called(name: str, target: str
     torch.testing.assert_close(layer(x)[0], before)
     setattr(layer, target, nn.Sequential(nn.Tanh(), plain))
     assert not torch.allclose(layer(x)[0], before)
+
+
+def test_a_cache_is_copied_and_pickled_with_its_states() -> None:
+    made = llama()
+    trained(attached(made, "ttt_linear"))
+    with torch.no_grad():
+        whole, cache = made(IDS).logits, cache_of(made(IDS[:, :13], use_cache=True))
+        for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            rest = made(IDS[:, 13:], use_cache=True, **{CACHE: other}).logits
+            torch.testing.assert_close(rest, whole[:, 13:], rtol=1e-10, atol=1e-10)
 
 
 def test_detaching_once_more_leaves_what_was_attached_since() -> None:
