@@ -233,16 +233,22 @@ class Adapter:
 
         Raises:
             MetaTTTError: no such file, one that is damaged or of another model, other fast weights than these, or
-                those of another rule.
+                those of another rule or context.
         """
         device = next(self.base.parameters()).device
         state = read_state(path, Adapted, device, self.base)
-        held = {name: tuple(value.shape[2:]) for name, value in state.weights["commit"].items()}
-        if held != {name: tuple(value.shape[1:]) for name, value in self.fast.start.items()}:
+        shapes = {name: tuple(value.shape[2:]) for name, value in state.weights["commit"].items()}
+        if shapes != {name: tuple(value.shape[1:]) for name, value in self.fast.start.items()}:
             raise MetaTTTError(f"{path} holds other fast weights: make the adapter with the same fast and rank")
         if not state.weights.keys() <= set(self.rule.slots) or state.waiting >= self.rule.mini_batch_size:
             raise MetaTTTError(
                 f"{path} was made by another rule: make the adapter with the same rule and mini_batch_size"
+            )
+        held = state.tokens.shape[1] - state.waiting, state.model is not None
+        if held != (min(state.position, self.context + 1), self.carries and state.position > 1):  # after a first token
+            raise MetaTTTError(
+                f"{path} was made with another context: make the adapter with the same one, or call next_documents() "
+                "before save"
             )
         self.state, self._documents = state, max(state.documents) + 1
 

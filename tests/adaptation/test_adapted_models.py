@@ -195,6 +195,14 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     torch.testing.assert_close(row, alone.read(IDS[:1].flip(1)).nats, rtol=1e-9, atol=1e-9, equal_nan=True)
     with pytest.raises(MetaTTTError, match="made by another rule: make the adapter with the same rule"):
         Adapter(made, "lora", BlockMomentum(SIZE, lr="constant", momentum="constant")).load(tmp_path / "adapted.safetensors")
+    for given, own in ((None, 3), (3, None), (3, 5)):
+        before = Adapter(made, "lora", adam(), context=given)
+        before.read(IDS[:, :20]), before.save(tmp_path / "context.safetensors")
+        Adapter(made, "lora", adam(), context=given).load(tmp_path / "context.safetensors")
+        with pytest.raises(MetaTTTError, match="made with another context"):
+            Adapter(made, "lora", adam(), context=own).load(tmp_path / "context.safetensors")
+        before.next_documents(), before.save(tmp_path / "context.safetensors")
+        Adapter(made, "lora", adam(), context=own).load(tmp_path / "context.safetensors")
     with pytest.raises(MetaTTTError, match="other fast weights"):
         Adapter(made, "norms", adam()).load(tmp_path / "adapted.safetensors")
     with pytest.raises(MetaTTTError, match="another model"):
