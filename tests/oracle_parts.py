@@ -366,8 +366,11 @@ def kernel_estimator(s: SimpleNamespace, w: Weights, q: Tensor, t: int, data: Da
     h = s.bandwidth or math.sqrt(q.shape[-1])
     distance = (k - q.unsqueeze(1)).square().sum(-1)
     if s.kernel == "nearest":
-        near = distance.argsort(1)[:, : s.neighbours]
-        y = torch.stack([v[i, near[i]].mean(0) for i in range(len(v))])
+        last = distance.sort(1).values[:, : s.neighbours][:, -1:]
+        closer, tied = (distance < last).double(), (distance == last).double()  # equally near: they share the places
+        left = min(s.neighbours, distance.shape[1]) - closer.sum(1, keepdim=True)
+        chosen = closer + tied * left / tied.sum(1, keepdim=True)
+        y = (chosen.unsqueeze(1) @ v).squeeze(1) / chosen.sum(1, keepdim=True)
     else:
         logit = (k @ q.unsqueeze(-1)).squeeze(-1) / h if s.kernel == "exponential" else -distance / (2 * h)
         y = (logit.softmax(1).unsqueeze(1) @ v).squeeze(1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import GlobalEstimator, Learner, Linear, Transformer
+from metattt.learners import GlobalEstimator, KernelEstimator, Learner, Linear, Transformer
 from metattt.optimizers import (
     Adam,
     Append,
@@ -403,6 +403,14 @@ def test_padding_is_no_query_of_a_global_estimator() -> None:
     call = Call(torch.randn(2, 4, 8, dtype=torch.float64), flags("1011", "1000"))
     layer = made(GlobalEstimator(kernel="linear"), Append())
     torch.testing.assert_close(run(layer, [call]), outputs(layer, [call]), rtol=1e-9, atol=1e-12)
+
+
+def test_equally_near_labels_share_the_places() -> None:
+    """Keys that are masked are all 0; which of them is taken must not depend on how a sequence is split."""
+    task = Reconstruction(corruption="mask", corruption_rate=0.7, seed=0)
+    layer = TTTLayer(8, 2, task, KernelEstimator(kernel="nearest", neighbours=2), Append()).double()
+    calls = [Call(torch.randn(2, length, 8, dtype=torch.float64)) for length in (9, 1, 8)]
+    torch.testing.assert_close(run(layer, calls), outputs(layer, calls), rtol=1e-9, atol=1e-12)
 
 
 def test_empty_places_are_not_shown_to_learners_that_mix_tokens() -> None:

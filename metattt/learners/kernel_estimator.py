@@ -30,7 +30,7 @@ class KernelEstimator(NonParametric):
 
     Args:
         kernel: `exponential` κ = exp(q·k / h), `gaussian` κ = exp(−‖q − k‖² / 2h), or `nearest`: the mean of the
-            nearest labels.
+            nearest labels (those that are equally near share the last places).
         bandwidth: h; None uses √d.
         neighbours: how many labels `nearest` averages (tokens).
         window: a query sees the last `window` tokens, its own among them (sliding-window attention), and the state
@@ -168,8 +168,11 @@ class KernelEstimator(NonParametric):
             bias = (offset / bandwidth).expand(-1, -1, q.shape[2], -1).masked_fill(~visible, -torch.inf)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1 / bandwidth)
         nearness = (q @ k.mT + offset).masked_fill(~visible, -torch.inf)
-        values, index = nearness.topk(min(self.neighbours, k.shape[2]), dim=-1)
-        chosen = torch.zeros_like(nearness).scatter(-1, index, (values > -torch.inf).to(nearness.dtype))
+        last = nearness.topk(min(self.neighbours, k.shape[2]), dim=-1).values[..., -1:]
+        closer, tied = (nearness > last).to(v.dtype), ((nearness == last) & visible).to(v.dtype)
+        # the places that are left are shared by all that are equally near: their order is that of the memory
+        share = (self.neighbours - closer.sum(-1, keepdim=True)) / tied.sum(-1, keepdim=True).clamp(min=1)
+        chosen = closer + share.clamp(max=1) * tied
         return (chosen / chosen.sum(-1, keepdim=True)) @ v
 
 
