@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import metattt
 from metattt.catalog.known_layers import known_layers
@@ -30,6 +31,7 @@ from metattt.learners import (
 )
 from metattt.optimizers import Append, BlockMomentum, GradientDescent, InnerOptimizer, Momentum, WholeSequence
 from metattt.registry import REGISTERED
+from metattt.setting import setting
 from metattt.tasks import DecodedReconstruction, Reconstruction
 from metattt.testing.specimen import Specimen, compare, run
 
@@ -172,6 +174,74 @@ def test_a_matrix_that_is_a_vector_too_has_no_dual_form() -> None:
     assert layer(GradientDescent(4), Row()).form == "primal"
     with pytest.raises(MetaTTTError, match="dual cannot express Row: w is used as a matrix and as a vector"):
         layer(GradientDescent(4), Row(), form="dual")
+
+
+class OfRows(Learner):
+    """A map made of a product with other rows than those of the tokens, as many as a mini-batch has or one."""
+
+    count: int = setting(default=8)
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out), std=0.5), "own": Weight((d_in, d_out), std=0.5)}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        rows = torch.eye(x.shape[-1], dtype=x.dtype)[: self.count].expand(*x.shape[:2], -1, -1)
+        made = torch.tanh(w.linear(rows, "w"))
+        return w.linear(x, "own") + (x @ made if self.count == x.shape[-1] else made)
+
+
+class InPlace(Reconstruction):
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return prediction.sub_(v).square_().sum(-1)
+
+
+@pytest.mark.parametrize("read", ["inclusive", "previous"])
+@pytest.mark.parametrize(
+    ("make", "task", "why"),
+    [
+        (OfRows, Reconstruction, r"a weight is applied to \[2, 2, 8, 8\], which are no rows of the tokens \[2, 2, 1, 8\]"),
+        (lambda: OfRows(1), Reconstruction, r"a weight is applied to \[2, 2, 1, 8\], which are no rows of the tokens"),
+        (lambda: MLP(residual=False, norm=False), InPlace, "or has made, is changed in place"),
+        (lambda: Linear(residual=False, norm=False), InPlace, "or has made, is changed in place"),
+    ],
+)
+def test_what_dual_would_compute_wrong_takes_another_form(make: Any, task: Any, why: str, read: Any) -> None:
+    def made(form: str) -> TTTLayer:
+        return Specimen(make, task, lambda: GradientDescent(8, read=read), 16, 2, {"form": form}, 8).make()
+
+    with pytest.raises(MetaTTTError, match=why):
+        made("dual")
+    x = torch.randn(2, 18, 16, dtype=torch.float64)
+    assert compare(run(made("auto"), x, grads=True), run(made("primal"), x, grads=True)) <= 1e-9
+
+
+def constant(w: FastWeights, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = w.linear(x, "other").sigmoid()
+    return w.linear(w.linear(x, "other").detach(), "w") * gate
+
+
+FORWARDS: dict[str, Callable[[FastWeights, Tensor], Tensor]] = {
+    "constants": constant,
+    "a checkpoint": lambda w, x: checkpoint(lambda x: w.linear(x, "w", "wide").tanh(), x, use_reentrant=False),
+    "a bias wider than its matrix": lambda w, x: w.linear(x, "column", "wide").tanh() * w.linear(x, "w"),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_dual_differentiates_what_torch_does(name: str) -> None:
+    class Mine(Learner):
+        def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+            shapes = {"w": (d_in, d_out), "other": (d_in, d_out), "column": (d_in, 1), "wide": (d_out,)}
+            return {name: Weight(shape, std=0.5) for name, shape in shapes.items()}
+
+        def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+            return FORWARDS[name](w, x)
+
+    made = [Specimen(Mine, Reconstruction, lambda: GradientDescent(4), 8, 2, {"form": form}).make() for form in FORMS]
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    expected, found = (run(one, x, grads=True) for one in made)
+    assert compare(found, expected) <= 1e-9
 
 
 class LearnedLoss(Reconstruction):

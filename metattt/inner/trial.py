@@ -36,21 +36,25 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
     """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
     task, learner = _in_double(task), _in_double(learner)
     with torch.device("cpu"), torch.enable_grad():
-        fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
-        record = _Watched(fast, slow, k.dtype)
-        try:
-            prediction = learner.predict(record, k)
-        except UnsupportedOperation as error:
-            return str(error)
-        except RuntimeError as error:  # in the plain computation, which has been tried, there was none
-            return f"recording it fails: {str(error).splitlines()[0].rstrip('.')}"
+        for count in (1, 4):  # an input of another size is not a row for each token, whatever its size is
+            fast, slow, k, v = _tiny(task, learner, num_heads, d_in, batch=2, count=count)
+            record = _Watched(fast, slow, k.dtype)
+            try:
+                prediction = learner.predict(record, k)
+            except UnsupportedOperation as error:
+                return str(error)
+            except RuntimeError as error:  # in the plain computation, which has been tried, there was none
+                return f"recording it fails: {str(error).splitlines()[0].rstrip('.')}"
+            for x, _ in record.seen:
+                if x.shape[:3] != k.shape[:3]:
+                    return f"a weight is applied to {list(x.shape)}, which are no rows of the tokens {list(k.shape)}"
+        _losses(task, prediction.detach(), v)  # which still notices what is changed in place
         if any(x._version != version for x, version in record.seen):
             return "a tensor that a weight has been applied to, or has made, is changed in place"
         vectors = {name for use in record.uses for name in (use.bias, use.weight if use.scale else None) if name}
         for use in record.uses:
             if use.weight in vectors and not use.scale:
                 return f"{use.weight} is used as a matrix and as a vector"
-        _losses(task, prediction, v)
     return None
 
 
@@ -89,11 +93,17 @@ def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None
     with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         fast, slow, k, _ = _tiny(None, learner, num_heads, d_in)
         fast = {name: x.requires_grad_() for name, x in fast.items()}
+        given = k.clone()
         try:
-            y = learner(FastWeights(fast, slow, k.dtype), k)
+            y = learner(FastWeights(fast, slow, k.dtype), given)
         except RuntimeError as error:
             message = f"{type(learner).__name__}.forward fails for tokens {list(k.shape)}: {error}"
             raise MetaTTTError(message) from error
+    if not torch.equal(given, k):
+        raise MetaTTTError(
+            f"{type(learner).__name__}.forward changes in place the tokens that it is given, which others see too: "
+            "make it compute on x.clone()"
+        )
     if not isinstance(y, Tensor) or y.shape != (*k.shape[:-1], d_out):
         found = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise MetaTTTError(
@@ -117,6 +127,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
     task, learner = _in_double(task), _in_double(learner)
     with torch.device("cpu"), torch.enable_grad():
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
+        fast = {name: x.requires_grad_() for name, x in fast.items()}  # what is detached from k is not from these
         k = k.requires_grad_()
         y = learner.predict(FastWeights(fast, slow, k.dtype), k)
         losses = _losses(task, y, v)

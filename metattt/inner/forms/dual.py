@@ -48,12 +48,13 @@ def record(
     with torch.enable_grad():
         weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype)
         losses = loop.losses(weights, k, v)
+        uses, outputs = list(weights.uses), list(weights.outputs)  # a checkpoint in the learner runs it again
         wanted = losses.sum((0, 1)).unbind() if by_token else [losses.sum()]
         grad = partial(torch.autograd.grad, create_graph=keep, retain_graph=keep or by_token, allow_unused=True)
         found: list[Sequence[Tensor]] = []
         for total in wanted:
-            found.append(grad(total, weights.outputs, materialize_grads=True))
-    return weights.uses if keep else _constant(weights.uses), found
+            found.append(grad(total, outputs, materialize_grads=True))
+    return uses if keep else _constant(uses), found
 
 
 def _constant(uses: list[WeightUse]) -> list[WeightUse]:
