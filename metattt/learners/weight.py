@@ -58,7 +58,8 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
         )
     for name, weight in weights.items():
         shape, value = weight.shape, weight.value
-        if not isinstance(shape, tuple | list) or not all(isinstance(n, Integral) and int(n) > 0 for n in shape):
+        sizes = isinstance(shape, tuple | list) and all(isinstance(n, Integral) and int(n) > 0 for n in shape)
+        if not sizes or not shape:
             raise MetaTTTError(f"{kind}.weights gives {name!r} the shape {shape!r}: it must be a tuple of sizes > 0")
         if isinstance(value, Tensor) and not (value.is_floating_point() and _fits(value.shape, shape)):
             raise MetaTTTError(

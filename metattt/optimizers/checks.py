@@ -86,6 +86,8 @@ def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
             f"{kind} gives weight_lr, which weights per token do not have (optimizer.anchor={rule.anchor}, "
             f"optimizer.read={rule.read}): set anchor=minibatch and read=previous, or learner.step_scale in their place"
         )
+    if getattr(rule, "counts", False) and gates.alpha is gates.beta is gates.kappa is None:
+        raise MetaTTTError(f"{kind} counts tokens by the gate kappa, and gives none: give kappa=torch.ones_like(eta)")
     if type(rule).coefficients is not InnerOptimizer.coefficients:
         return  # it computes with its gates itself
     if not rule.has_token_steps and rule.token_steps() is not None:

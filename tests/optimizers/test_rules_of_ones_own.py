@@ -64,6 +64,14 @@ class PerMiniBatch(Own, BlockRule):
         return {"commit": {name: expand_like(kept, w) * w + memory["update"][name] for name, w in memory["commit"].items()}}
 
 
+class Counting(BlockRule):
+    counts = True
+
+    def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
+        count = memory["pool"]["count"].clamp(min=1)
+        return {"commit": {n: w + memory["update"][n] / expand_like(count, w) for n, w in memory["commit"].items()}}
+
+
 def rule(base: type[InnerOptimizer], **attributes: Any) -> Callable[..., InnerOptimizer]:
     """A class with these attributes, for mini-batches of four tokens."""
     made: Any = type("Mine", (base,), attributes)
@@ -89,6 +97,7 @@ EXACT: dict[str, tuple[Callable[..., Learner], Callable[..., InnerOptimizer]]] =
     "a write gate and channel decays": (LINEAR_MAP, online(names="dk")),
     "the same, read before": (LINEAR_MAP, partial(online(names="dk", gradient_at="decayed"), read="exclusive")),
     "weight_lr": (Linear, partial(rule(Own, names="aw"), read="previous")),
+    "the mean over a mini-batch": (Linear, rule(Counting)),
     "decay per mini-batch": (Linear, rule(PerMiniBatch, names="a")),
     "decay per mini-batch, by halves": (Linear, rule(PerMiniBatch, names="ak", update_decays=True)),
 }
@@ -312,6 +321,7 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, a
     (lambda: slots(lambda memory: memory, ("update",)), r"own_slots=\('update',\) is not allowed: .* none of them"),
     (lambda: learner(lambda *d: [Weight(d)]), r"Mine\.weights returns \[Weight.*: it must return a Weight by name"),
     (lambda: learner(lambda i, o: {"w": Weight((i + 1, o))}), r"Mine\.forward fails for tokens \[1, 2, 4, 4\]: "),
+    (lambda: learner(lambda i, o: {"w": Weight(())}), r"gives 'w' the shape \(\): it must be a tuple of sizes"),
     (lambda: learner(lambda i, o: {"w": Weight((i, 0))}), r"gives 'w' the shape \(4, 0\): it must be a tuple of sizes"),
     (
         lambda: learner(lambda i, o: {"w": Weight((i, o), value=torch.ones(i, 3))}),
@@ -331,6 +341,14 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, a
     (
         lambda: plainly(Reconstruction, "views", lambda found: found[0])(),
         r"Mine\.views returns a Views: it must return \(Views, state\)",
+    ),
+    (
+        lambda: mine(Linear, forward=lambda self, w, x: w.linear(x.mul_(2), "w1", "b1"))(),
+        r"Mine\.forward changes in place the tokens that it is given",
+    ),
+    (
+        lambda: plainly(Counting, "gates", lambda found: (found[0]._replace(kappa=None), found[1]))(4),
+        "Mine counts tokens by the gate kappa, and gives none",
     ),
     (lambda: plainly(Reconstruction, "loss", lambda loss: loss.cumsum(-1))(), "loss lets tokens see each other"),
 ]
