@@ -19,7 +19,7 @@ from metattt.modules import transformed
 from metattt.optimizers.base import InnerOptimizer
 from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
-from metattt.state import State, Tensors
+from metattt.state import WHOLE_CALL, State, Tensors
 from metattt.tasks.base import Task
 
 
@@ -115,7 +115,13 @@ class PlannedLayer(SequenceLayer):
 
     def check_state(self, x: Tensor, state: Any) -> None:
         super().check_state(x, state)
-        plan, size = self.plan, self.mini_batch_size
+        known, plan, size = self._plan, self.plan, self.mini_batch_size
+        counted = plan is not known and plan.period and size < WHOLE_CALL and state.phase is not None
+        if counted and (state.pos % size != state.phase).any():  # only in the first call after a setting has changed
+            raise MetaTTTError(
+                f"the state is at token {state.phase} of a mini-batch, and optimizer.mini_batch_size={size} was set "
+                "since: set it before a sequence begins"
+            )
         wanted = {name: (x.shape[0], *shape) for name, shape in plan.weights.items()}
         for slot, weights in state.weights.items():
             if slot not in plan.slots or not fits(slot, weights, wanted):

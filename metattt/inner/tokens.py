@@ -296,6 +296,8 @@ def fitted(
     if not isinstance(gates, DataGates if keeps_data else Gates):
         what = "with updates = False must return DataGates" if keeps_data else "that updates weights must return Gates"
         raise MetaTTTError(f"{type(rule).__name__}.gates returned {type(gates).__name__}: a rule {what}")
+    if isinstance(gates, Gates) and gates.beta is None and rule.has_momentum:
+        gates = gates._replace(beta=gates.eta.new_zeros(1, 1, 1))  # S of an earlier call is not carried over this one
     pairs = k.shape[3:-1]
     if not keeps_data and (views.q.shape[:3] != shape or k.shape[:3] != shape):
         both = {"k": list(k.shape), "q": list(views.q.shape)}

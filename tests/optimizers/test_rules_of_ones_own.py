@@ -251,6 +251,35 @@ def test_settings_of_a_known_layer_assigned_later_take_effect_or_are_refused(nam
                 torch.testing.assert_close(found, expected(x)[0], msg=f"{path}.{attribute}={value}")
 
 
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_a_momentum_that_is_left_out_in_a_call_is_zero(form: str) -> None:
+    class Mine(InnerOptimizer):
+        has_momentum, given = True, True
+
+        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+            beta = x.new_full((1, 1, 1), 0.9) if x.shape[1] != 3 else x.new_zeros(1, 1, 1) if self.given else None
+            return Gates(x.new_full((1, 1, 1), 0.3), beta=beta), state
+
+    layer = layer_of(Mine, form=form)
+    found = []
+    for given in (True, False):
+        layer.optimizer.given = given
+        state, ys = None, []
+        for part in x.split((2, 3, 4, x.shape[1] - 9), 1):
+            y, state = layer(part, state)
+            ys.append(y)
+        found.append(torch.cat(ys, 1))
+    torch.testing.assert_close(*found)
+
+
+def test_a_mini_batch_that_is_open_keeps_its_size() -> None:
+    layer = layer_of(partial(GradientDescent, 8))
+    state = layer(x)[1]
+    layer.optimizer.mini_batch_size = 5
+    with pytest.raises(MetaTTTError, match=r"the state is at token 3 of a mini-batch, .*=5 was set since"):
+        layer(x, state)
+
+
 def test_settings_that_come_too_late() -> None:
     layer = layer_of(partial(GradientDescent, 4, token_steps="shared"))
     for name, value in (("base_lr", 0.5), ("lr_scale", "none"), ("token_steps", "none"), ("mini_batch_size", 8)):
