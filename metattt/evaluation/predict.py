@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -180,7 +179,7 @@ def _print(console: Console, predictions: list[Prediction]) -> None:
     rows = []
     for one in predictions[:ROWS]:
         said = [f"{name} {100 * share:.1f}" for name, share in zip(one.classes, one.probabilities, strict=True)]
-        rows.append([escape(text.encode(errors="backslashreplace").decode()) for text in (one.name, ", ".join(said))])
+        rows.append([text.encode(errors="backslashreplace").decode() for text in (one.name, ", ".join(said))])
     console.print(table(f"{len(predictions):,} pictures", ("picture", "classes, %"), rows, left=2))
     if len(predictions) > ROWS:
         console.print(f"and {len(predictions) - ROWS:,} more in the file")
