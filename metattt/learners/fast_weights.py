@@ -153,7 +153,9 @@ class RecordingWeights(FastWeights):
         return z
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
-        if bias is not None and (self._is_number(bias) or self._widens(weight, bias, transpose)):
+        # a bias of one number, or one that may be wider than what the matrix makes, a number for each token
+        narrow = weight in self._fast and self._fast[weight].shape[2 if transpose else -1] == 1
+        if bias is not None and (narrow or self._is_number(bias)):
             return self.bias(self.linear(x, weight, transpose=transpose), bias)
         return self._use(super().linear(x, weight, bias, transpose=transpose), WeightUse(weight, bias, x, transpose))
 
@@ -169,11 +171,6 @@ class RecordingWeights(FastWeights):
 
     def _is_number(self, name: str) -> bool:
         return name in self._fast and self._fast[name].shape[2:].numel() == 1
-
-    def _widens(self, weight: str, bias: str, transpose: bool) -> bool:
-        """Whether a bias is wider than what the matrix makes, a number for each token."""
-        wide = self._value(weight).shape[2] if transpose else self._value(weight).shape[-1]
-        return wide == 1 != self._value(bias).shape[2:].numel()
 
     def _number(self, name: str, x: Tensor) -> Tensor:
         """A weight of one number at every place of `x`, `[..., 1]`: δ of all features that it meets is their sum."""

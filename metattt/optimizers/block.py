@@ -37,7 +37,8 @@ class BlockRule(StepSize):
     #: the slots that `move` keeps from mini-batch to mini-batch; zeros in the first one, unless `begin` sets them
     own_slots: tuple[str, ...] = setting(default=(), init=False)
 
-    #: `move` needs the tokens of the mini-batch: `memory["pool"]["count"]`, which sums up κ: 0 at padding
+    #: `move` needs the tokens of the mini-batch: `memory["pool"]["count"]`, which sums up κ. Then `gates` gives κ = 1,
+    #: which is 0 at padding
     counts = False
 
     read: Read = "previous"
@@ -88,10 +89,6 @@ class BlockRule(StepSize):
             f"U_j = −Σ_s {'η_s G_s' if eta else 'G_s'}, s over {tokens} of mini-batch j",
             *unsaid,
         ]
-
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        gates, state = super().gates(x, state, ctx)
-        return (gates._replace(kappa=torch.ones_like(gates.eta)) if self.counts else gates), state  # 0 at padding
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from metattt.memory import Memory
 from metattt.modules import expand_like
-from metattt.optimizers.base import Read
+from metattt.optimizers.base import Gates, Read
 from metattt.optimizers.block import BlockRule
 from metattt.registry import register
-from metattt.state import WHOLE_CALL
+from metattt.state import WHOLE_CALL, Context, Tensors
 
 
 @register(group="optimizer", name="bounded")
@@ -32,6 +32,10 @@ class Bounded(BlockRule):
         *eta, step = super().equations()
         mean = "M_j = U_j/n, n the tokens of mini-batch j"
         return [*eta, step, mean, "W_j = W_{j−1} + M_j/(‖M_j‖ + 1), ‖·‖ over the weights into one output"]
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        return gates._replace(kappa=torch.ones_like(gates.eta)), state  # 0 at padding, which does not count
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         count = memory["pool"]["count"].clamp(min=1)

@@ -67,6 +67,10 @@ class PerMiniBatch(Own, BlockRule):
 class Counting(BlockRule):
     counts = True
 
+    def gates(self, x: Tensor, state: Any, ctx: Any) -> tuple[Gates, Any]:
+        gates, state = super().gates(x, state, ctx)
+        return gates._replace(kappa=torch.ones_like(gates.eta)), state
+
     def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
         count = memory["pool"]["count"].clamp(min=1)
         return {"commit": {n: w + memory["update"][n] / expand_like(count, w) for n, w in memory["commit"].items()}}
