@@ -79,11 +79,16 @@ class PlannedLayer(SequenceLayer):
         Raises:
             MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
         """
-        if torch.compiler.is_compiling():  # what is looked at would be a guard
-            return self._plan
-        if self._plan.basis != self._basis() and not transformed():
+        if torch.compiler.is_compiling():  # what else is looked at would be a guard
+            if self._plan.basis[:4] != (self.task.changes, self.learner.changes, self.optimizer.changes, self.outer):
+                self._plan_outside_of_the_graph()
+        elif self._plan.basis != self._basis() and not transformed():
             self.__dict__["_plan"] = self._planned()
         return self._plan
+
+    @torch.compiler.disable
+    def _plan_outside_of_the_graph(self) -> None:
+        self.__dict__["_plan"] = self._planned()
 
     @property
     def form(self) -> str:

@@ -159,6 +159,18 @@ def test_tensors_without_numbers(name: str) -> None:
                     assert layer(x[:, :1], state)[0].shape == (2, 1, 32)
 
 
+def test_a_setting_that_is_assigned_after_compiling() -> None:
+    torch._dynamo.reset()
+    layer = metattt.build("ttt_linear", "layer.form=dual", "optimizer.token_steps=none", dim=16, num_heads=2, seed=0)
+    compiled, x = torch.compile(layer, backend="aot_eager"), torch.randn(1, 20, 16)
+    with torch.no_grad():
+        before = compiled(x)[0]
+        layer.optimizer.mini_batch_size = 8
+        found = compiled(x)[0]
+        torch.testing.assert_close(found, layer(x)[0])
+    assert not torch.allclose(found, before)
+
+
 @every_form
 def test_without_gradients(name: str) -> None:
     layer, x = SPECIMENS[name].make(), tokens()
