@@ -174,7 +174,10 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
         if given.resume != AUTO:
             raise MetaTTTError(line)
         if not math.isfinite(last[-1]):  # again: a sweep that goes on takes it for no result either
-            raise MetaTTTError(f"{line}; its last validation loss is {last[-1]}: overwrite=true starts it again")
+            raise MetaTTTError(
+                f"{line}. Its last validation loss is {last[-1]}: to start again, give overwrite=true in place of "
+                f"resume={AUTO}"
+            )
         say(line)
     elif given.resume == AUTO and flag_of(content, "ended_early"):
         complete = True

@@ -176,7 +176,7 @@ def test_a_validation_that_is_not_finite_is_said(
     said = capsys.readouterr().err
     assert "step 6: the validation loss is nan; lower training.lr" in said and "the last validation loss is nan: lower" in said
     assert main(["train", *settings, "resume=auto"]) == 2  # nor does it become a result when it is called again
-    assert "complete at step 6" in (said := capsys.readouterr().err) and "its last validation loss is nan" in said
+    assert "complete at step 6" in (said := capsys.readouterr().err) and "Its last validation loss is nan" in said
 
 
 def test_a_run_that_does_not_recover_stops(settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
