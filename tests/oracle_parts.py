@@ -253,7 +253,8 @@ def losses(s: SimpleNamespace, p: Weights, y: Tensor, pair: Pair) -> Tensor:
     far = size > delta**2
     if name == "norm_huber":
         return torch.where(far, delta * (torch.where(far, size, 1).sqrt() - 0.5 * delta), 0.5 * size)
-    return torch.where(far, delta * ((10 * e).cosh().log() / 10).sum(-1), 0.5 * size)  # mixed_huber
+    log_cosh = torch.logaddexp(10 * e, -10 * e) - math.log(2)  # whose second derivative does not overflow
+    return torch.where(far, delta * log_cosh.sum(-1) / 10, 0.5 * size)  # mixed_huber
 
 
 # -- learners: f(x; W) -------------------------------------------------------------------------------------------------
