@@ -106,6 +106,8 @@ def test_a_call_that_cuts_mini_batches_of_a_block_read_is_said_once(
     one(x[:, :8])
     layer("previous")(x)
     layer()(x[:, :8], reset=reset)  # documents of 4 tokens
+    every = made(learner(), GradientDescent(1, read="block", steps=steps))
+    every(x[:, :1], every(x[:, :3], reset=reset[:, 2:5])[1], reset=reset[:, 4:5])  # a token cannot be cut
     assert not recwarn.list
     for _ in range(2):
         one(x)
