@@ -14,7 +14,7 @@ from metattt.inner.execution import in_groups, plainly
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens, consecutive, each
-from metattt.memory import Memory, choose
+from metattt.memory import Memory, choose, newest
 from metattt.modules import stands_for_others, transformed
 from metattt.state import Tensors
 
@@ -35,7 +35,7 @@ def scan(
         padded: some columns are unfilled.
         donate_state: the weights of `memory` may be written over.
     """
-    if loop.rule.anchor == "online":
+    if loop.plan.kernels[0].anchor == "online":
         return online(loop, tokens, memory, blocks)
     size, tau, decoding = loop.rule.mini_batch_size, loop.rule.token_steps(), not torch.is_grad_enabled()
     sums = "update" in loop.plan.slots  # without token steps a rule carries W_t of an open mini-batch, not M
@@ -81,7 +81,7 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
             memory = choose(begins, loop.start(len(begins), part.gates.eta.dtype), memory, memory)
             run[0] = run[0]._replace(restart=None)
         given = MiniBatches(
-            part, memory["weights"], {}, None, 1, loop.matmul_dtype, loop.group_size,
+            part, memory[newest(memory)], {}, None, 1, loop.matmul_dtype, loop.group_size,
             rule.read == "exclusive", rule.gradient_at == "decayed",
         )  # fmt: skip
         kernel = kernel_of(loop.plan, given)
@@ -90,7 +90,7 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
         else:
             with torch.autocast(part.views.k.device.type, enabled=False):
                 y, weights = kernel.scan(given, partial(_reference, loop, "weights"))
-            memory = {"weights": weights}
+            memory = {**memory, "weights": weights}
         outputs.append(y)  # type: ignore[arg-type]
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 

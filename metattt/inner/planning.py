@@ -82,7 +82,9 @@ def make_plan(
     if by_form in ("dual", "primal") and optimizer.anchor == "online":
         linear, why = solvable(task, learner, optimizer, num_heads, d_in)
         reasons |= {"solved": why} if why and by_form == "dual" else {}
-        by_form = "solved" if linear and by_form == "dual" else by_form
+    elif by_form == "dual" and optimizer.anchor == "batch":  # -kᵀv of the dot product is the same at all weights
+        linear = "dot" if solvable(task, learner, optimizer, num_heads, d_in)[0] == "dot" else ""
+    by_form = "solved" if linear and by_form == "dual" else by_form
     by_token = optimizer.anchor == "online" and by_form != "solved"
     period, block = optimizer.period, optimizer.block
     if mixes:  # its tokens see those of their mini-batch, whatever may be computed together
@@ -226,7 +228,8 @@ def solvable(
 
 def _by_chunks(task: Task, learner: Learner, optimizer: InnerOptimizer) -> bool:
     """Whether the solved form takes many chunks at once (`forms.chunks`); with channel decays it does so anyway."""
-    plain = linear_rule(optimizer, "online", ("inclusive", "exclusive")) is None and optimizer.slots == ("weights",)
+    plain = linear_rule(optimizer, optimizer.anchor, ("inclusive", "exclusive")) is None
+    plain = plain and set(optimizer.slots) <= {"anchor", "weights"}
     return plain and learner.linear_map is not None and learner.linear_map[1] is None and not task.together
 
 

@@ -75,27 +75,41 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
         fixed, met = solved.split([v.shape[-1], k.shape[-1]], -1)
         labels = None if b is None else -eta * v
 
-    # Chunk by chunk. (`unbind`, since a slice per chunk would make the backward pass quadratic in their number.)
-    starts, weight, makes = [], base, []
+    # The weights of chunk after chunk are one product each, since what is made is linear in those before it.
     gone = lost[..., -size:] * eta.mT
-    others = None if labels is None else matmul(lost[..., :size], labels, matmul_dtype)
-    given = (fixed, met, gone, others, None if until is None else until[..., -1:, :].mT)
-    by_chunk: list[Iterable[Any]] = [repeat(None) if x is None else x.unbind(2) for x in given]
-    for made, through, column, less, keep in zip(*by_chunk, strict=False):
-        made = made if through is None else made + matmul(through, weight, matmul_dtype)
-        made = made.detach() if constant else made
-        taken = matmul(column, made, matmul_dtype)
-        starts.append(weight)
-        makes.append(made)
-        taken = taken if less is None else less + taken
-        weight = (weight if keep is None else keep * weight) - taken
+    keep = None if until is None else until[..., -1:, :].mT
+    less = 0 if labels is None else matmul(lost[..., :size], labels, matmul_dtype)
+    change = None if met is None else matmul(gone, met, matmul_dtype)
+    starts, weight = _weights(base, keep, change, matmul(gone, fixed, matmul_dtype) + less, matmul_dtype)
+    made = fixed if met is None else fixed + matmul(met, starts, matmul_dtype)
+    if constant and erases:
+        made = made.detach()
+        starts, weight = _weights(base, keep, None, matmul(gone, made, matmul_dtype) + less, matmul_dtype)
     memory = {**memory, "weights": {name: weight}}
     if read is None:
         return None, memory
-    made = eta * torch.stack(makes, 2)
+    made = eta * made
     made = made if labels is None else torch.cat([labels, made], -2)
     # A query after its token sees what the token wrote, without decay.
     both = zip(scores[-1], columns, strict=True)
     seen = torch.cat([x if read_before else x + torch.diag_embed((q * y).sum(-1)) for x, y in both], -1)
-    y = matmul(reached[-1], torch.stack(starts, 2), matmul_dtype) - matmul(seen, made, matmul_dtype)
+    y = matmul(reached[-1], starts, matmul_dtype) - matmul(seen, made, matmul_dtype)
     return y.flatten(2, 3)[:, :, (0 if read_before else pairs - 1) : count : pairs], memory
+
+
+def _weights(
+    base: Tensor, keep: Tensor | None, change: Tensor | None, taken: Tensor, matmul_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """W at the start of every chunk `[B, H, chunks, d_in, d_out]`, and after the last: `W' = keep W − change W − taken`.
+
+    `unbind`, since a slice per chunk would make the backward pass quadratic in their number.
+    """
+    starts, weight = [], base
+    given = (keep, None if change is None else change.to(matmul_dtype), taken)
+    by_chunk: list[Iterable[Any]] = [repeat(None) if x is None else x.unbind(2) for x in given]
+    for share, erased, less in zip(*by_chunk, strict=False):
+        starts.append(weight)
+        kept = weight if share is None else share * weight
+        less = less if erased is None else less + (erased @ weight.to(matmul_dtype)).to(less.dtype)
+        weight = kept - less
+    return torch.stack(starts, 2), weight

@@ -25,9 +25,10 @@ class OnlineLinear(Kernel):
     def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         if task.together:
             return "several pairs meet the same weights"
-        if optimizer.slots != ("weights",):
+        anywhere = not self.erases and optimizer.anchor == "batch"  # then gradients are the same at all weights
+        if optimizer.slots != (("anchor", "weights") if anywhere else ("weights",)):
             return f"the rule carries {', '.join(optimizer.slots)}"
-        return linear_rule(optimizer, "online", ("inclusive", "exclusive"))
+        return linear_rule(optimizer, "batch" if anywhere else "online", ("inclusive", "exclusive"))
 
     @staticmethod
     def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
