@@ -22,8 +22,9 @@ LEAST = 16  # rows and columns of a matrix that Muon moves: narrower ones are ga
 
 @register(group="training", name="muon")
 class Muon(AdamW):
-    """Muon for the matrices of the blocks, AdamW for embeddings, the head, norms, gates, convolutions and the weights
-    that the inner loop begins with; one learning rate for both (arXiv 2502.16982).
+    """Muon for the matrices of the blocks, AdamW for embeddings, the head, norms, gates, convolutions, the projections
+    that `nn.MultiheadAttention` joins to one matrix and the weights that the inner loop begins with; one learning rate
+    for both (arXiv 2502.16982).
 
     `M ← μ M + G`, `W ← (1 − lr λ) W − lr · 0.2 √max(rows, columns) · polar(G + μ M)`: the polar factor comes from five
     Newton–Schulz iterations in the type of the parameters, fp32 or wider (https://kellerjordan.github.io/posts/muon).

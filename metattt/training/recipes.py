@@ -82,6 +82,7 @@ class AdamW(Declared):
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The parameters in two groups: those that decay, and the others."""
         matrices = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+        matrices += [module.in_proj_weight for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
         decayed = {id(weight) for weight in matrices}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return [

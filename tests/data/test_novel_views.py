@@ -15,6 +15,7 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.data.novel_views import NovelViewsData, cameras, render
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
+from metattt.training.recipes import AdamW
 from metattt.training.train import train
 
 SMALL = ("experiment=novel_views", "dim=16", "num_heads=1", "model.num_layers=2", "trainer.accelerator=cpu")
@@ -51,6 +52,13 @@ def test_an_answer_depends_on_the_given_views_alone(size: str) -> None:
         torch.testing.assert_close(alone, model(x)[row, 64:], rtol=1e-9, atol=1e-11)
     turned = model(x[2:, [*range(32, 48), *range(32), *range(48, 80)]])[0, 48:]
     assert torch.allclose(turned, model(x)[2, 48:], rtol=1e-9, atol=1e-11) == (size == "null")
+
+
+def test_all_projections_decay() -> None:
+    """Those of q, k and v in torch's attention, too, which are one parameter and no `nn.Linear`."""
+    model: Any = instantiate_model(compose(*SMALL))
+    decayed = {id(parameter) for parameter in AdamW().groups(model)[0]["params"]}
+    assert all(id(weight) in decayed for block in model.blocks for weight in block.attention.parameters())
 
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
