@@ -122,6 +122,8 @@ def _weights(learner: Learner) -> list[str]:
         lines.append(f"W, in every head: {shapes(learner.init)}; {start}")
     if learner.slow:
         lines.append(f"slow weights, learned by the outer loop alone: {shapes(learner.slow)}")
+    if learner.norm:
+        lines.append("LN: over the outputs of a head, ε = 1e-06, then norm_scale and norm_bias")
     return lines
 
 

@@ -202,7 +202,8 @@ class BlockMomentum(BlockRule):
             moved = "S_j"
             lines += [*self._pool("β", self.momentum_gate), "S_j = β_j S_{j−1} + U_j"]
         if self.orthogonalize:
-            iterations = f"{len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices (Muon)"
+            kind = "Muon" if self.newton_schulz == "constant" else f"{self.newton_schulz} coefficients"
+            iterations = f"{len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices ({kind})"
             moved = f"NS({moved}), NS: {iterations}"
         lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
         if self.row_norm:

@@ -86,19 +86,20 @@ class MirrorDescent(BlockRule):
         threshold = f"sign(A) max(0, |A| − {self.threshold:g})"
         kind = "every output of a matrix" if self.simplex == "output" else "the whole weight"
         maps = {
-            "lq": f"A / ‖A‖_{self.q:g}^{self.q - 2:g}, over all entries of a weight",
+            "lq": f"A / ‖A‖_{self.q:g}^{self.q - 2:g}, over all entries a of a weight, |a| = √(a² + 1e-6)",
             "softmax": f"c softmax(A) over {kind}, c = {self.mass:g} √n for n entries",
             "sigmoid": "σ(A)",
             "elastic_net": threshold,
             "elastic_net_ftrl": threshold,
         }
         after = {"softmax": "log(W_j/c)", "elastic_net": "W_j"}.get(self.retention, "the A_t before it")
+        first = "A begins as W_0" if "dual" not in self.own_slots else "A begins as W_0, and the weights as m(W_0)"
         return [
             *eta,
             *decay,
             f"A_t = {'α_t ' if decay else ''}A_{{t−1}} − {'η_t ' if eta else ''}G_t",
             f"W_j = m(A_t) at the end of mini-batch j, m(A) = {maps[self.retention]}",
-            f"A_t goes on from {after}",
+            f"A_t goes on from {after}; {first}",
         ]
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
