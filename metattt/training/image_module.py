@@ -72,6 +72,13 @@ class ImageClassification(OuterLoop):
                 "model.num_classes"
             )
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        checkpoint["lr_schedulers"] = []  # timm's keeps the number of steps, and a resumed run may have another
+
+    def on_train_start(self) -> None:
+        self.lr_scheduler_step(self.lr_schedulers(), None)
+
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(num_updates=self.global_step)
 

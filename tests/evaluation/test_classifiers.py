@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from runs_for_tests import log, rows, steps
+from runs_for_tests import column, log, rows, steps
 
 import metattt
 from metattt.checkpoints.folder import write_checkpoint
@@ -247,6 +247,16 @@ def test_an_image_that_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch:
             train(compose(*given, f"output_dir={tmp_path / 'run'}"))
     assert steps(tmp_path / "run") == [4] and train(compose(f"resume={tmp_path / 'run'}")) == 0
     assert log(tmp_path / "run") == log(tmp_path / "whole")
+
+
+def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(tmp_path: Path) -> None:
+    """Those of timm's schedule, too, which keeps the number of steps, and would go on at a rate of 0."""
+    given = (*TINY, "training.warmup_steps=2", "trainer.log_every_n_steps=1")
+    for name, number in (("whole", 6), ("run", 3)):
+        assert train(compose(*given, f"output_dir={tmp_path / name}", f"trainer.max_steps={number}")) == 0
+    assert train(compose(f"resume={tmp_path / 'run'}", "trainer.max_steps=6")) == 0
+    whole, run = (list(column(tmp_path / name, "lr").values()) for name in ("whole", "run"))
+    assert run[3:] == whole[3:] and run[-1] > 0
 
 
 def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> None:
