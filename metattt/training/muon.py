@@ -36,7 +36,7 @@ class Muon(AdamW):
         betas, eps: of AdamW.
         weight_decay: λ of projections and embeddings, as in `AdamW`.
         warmup_fraction: share of the steps with a rising learning rate.
-        min_lr: learning rate at the last step.
+        min_lr: learning rate where the schedule ends, one step after the last.
         chunk, truncate: as in `AdamW`.
 
     Raises:
@@ -48,7 +48,7 @@ class Muon(AdamW):
     momentum: float = setting(default=0.95, least=0, below=1)
 
     def decay(self, progress: float, low: float) -> float:
-        """A line down to the last step."""
+        """A line down to the end."""
         return 1 - (1 - low) * progress
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ class AdamW(Declared):
         weight_decay: of projections and embeddings. Norms, biases, convolutions, inner learning rates and the initial
             weights of the inner loop do not decay.
         warmup_fraction: share of the steps with a rising learning rate.
-        min_lr: learning rate at the last step.
+        min_lr: learning rate where the schedule ends, one step after the last.
         chunk: tokens of a window that are read at a time, with the state passed on; None: all of them.
         truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
             (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
@@ -135,7 +135,7 @@ class TimmRecipe(Declared):
         return create_optimizer_v2(model, opt=self.name, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas)
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> CosineLRScheduler:
-        """Linear warm-up, then a cosine to zero at the last step."""
+        """Linear warm-up, then a cosine to zero at the end, one step after the last."""
         from timm.scheduler import CosineLRScheduler
 
         warmup = min(self.warmup_steps, num_steps - 1)
