@@ -63,8 +63,9 @@ class ChebyshevRidge(RecurrentRidge, takes=("chunk", "residual", "norm")):
         write = torch.where(gates.write > 0, gates.write + LEAST, 0).square()
         return super().scan(views, state, ctx, gates._replace(write=write))
 
-    def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor) -> Tensor:
+    def _answer(self, part: Chunk, gram: Tensor, moment: Tensor) -> Tensor:
         """With H/‖H‖ the numbers of the iteration are constants. `‖H_t‖²` is a sum of terms that are not negative."""
+        mix = part.mix
         before, between = ((part.k @ gram) * part.k).sum(-1, keepdim=True), (part.k @ part.k.mT).square()
         square = ((mix @ between) * mix).sum(-1) + 2 * part.kept * (mix @ before).squeeze(-1)
         square = square + part.kept.square() * gram.square().sum((-2, -1)).unsqueeze(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -73,3 +74,14 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
             positions,
             after,
         )
+
+
+
+def together(parts: Iterator[Chunk], most: int) -> Iterator[tuple[list[Chunk], Chunk]]:
+    """Consecutive chunks of one length, at most `most`, and these as one, `[B, H, chunks, c, ·]`. (Its positions are
+    those of the last.)"""
+    for _, same in groupby(parts, lambda part: part.k.shape[2]):
+        while some := list(islice(same, most)):
+            *given, positions, after = zip(*some, strict=True)
+            joined = [None if x[0] is None else torch.stack(x, 2) for x in given]
+            yield some, Chunk(*joined, positions[-1], after[-1])  # type: ignore[arg-type]

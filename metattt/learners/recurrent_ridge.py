@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from metattt.errors import check_number
 from metattt.learners.base import Weight
-from metattt.learners.chunks import Chunk, chunks
+from metattt.learners.chunks import Chunk, chunks, together
 from metattt.learners.non_parametric import NonParametric
 from metattt.modules import exact, transformed
 from metattt.ops.chunk import chunk_read, chunk_state
@@ -20,6 +20,8 @@ from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
+
+TOGETHER = 16  # chunks that are solved at once: fewer operations, and little memory however long the text
 
 
 @register(group="learner", name="recurrent_ridge")
@@ -88,25 +90,31 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
                 for name, x in (("gram", views.k), ("moment", views.v))
             )
             ys = []
-            for part in chunks(views, ctx, gates, self.chunk):
-                mix = part.mix  # ζ
-                ys.append(self._answer(part, mix, gram, moment))
-                gram, moment = (
-                    chunk_state(part.k, x, mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment))
-                )
+            for parts, joined in together(chunks(views, ctx, gates, self.chunk), TOGETHER):
+                grams, moments = [], []  # before every chunk
+                for part in parts:
+                    grams.append(gram)
+                    moments.append(moment)
+                    gram, moment = (
+                        chunk_state(part.k, x, part.mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment))
+                    )
+                y = self._answer(joined, torch.stack(grams, 2), torch.stack(moments, 2))
+                ys.append(y.flatten(2, 3))
             y = self._wrapped(views.q, torch.cat(ys, dim=2))
         return y, {"gram": gram, "moment": moment}
 
-    def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor) -> Tensor:
-        """`q_t (H_t + Λ)⁻¹ B_t` of a chunk's tokens, `[B, H, c, d]`, from H and B before it."""
-        ridge = F.softplus(self.slow["ridge"].to(mix.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
+    def _answer(self, part: Chunk, gram: Tensor, moment: Tensor) -> Tensor:
+        """`q_t (H_t + Λ)⁻¹ B_t` of the tokens of chunks, `[B, H, chunks, c, d]`, from H and B before each of them."""
+        mix = part.mix  # ζ
+        ridge = F.softplus(self.slow["ridge"].to(mix.dtype))[:, None, None] + self.ridge_floor  # [H, 1, 1, d]
         if self.solver == "exact":
-            outer = (part.k.unsqueeze(-1) * part.k.unsqueeze(-2)).flatten(3)  # [B, H, c, d²]
-            full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer).unflatten(3, gram.shape[2:])
+            outer = (part.k.unsqueeze(-1) * part.k.unsqueeze(-2)).flatten(-2)  # [..., c, d²]
+            full = part.kept[..., None, None] * gram.unsqueeze(-3) + (mix @ outer).unflatten(-1, gram.shape[-2:])
             factor = torch.linalg.cholesky(full + torch.diag_embed(ridge))
             x = torch.cholesky_solve(part.q.unsqueeze(-1), factor).squeeze(-1)
         else:
-            operator = part.k, mix.expand(*part.k.shape[:2], *mix.shape[2:]), part.kept.expand(part.k.shape[:3])
+            shape = part.k.shape[:-1]
+            operator = part.k, mix.expand(*shape, shape[-1]), part.kept.expand(shape)
             x = _Solve.apply(part.q, *operator, gram, ridge.expand_as(part.q), self.iterations, self.tolerance)
         return chunk_read(x, part.k, part.v, mix, part.kept, moment)
 
