@@ -130,11 +130,14 @@ class FastModel:
         return self.model
 
     def _called(self) -> set[str]:
-        """The modules without children that a call of the model calls with one tensor whose first axis is the batch."""
+        """The modules without children that a call of the model calls with one tensor whose first axis is the batch,
+        and that return another."""
         found: set[str] = set()
         hooks = [
-            module.register_forward_pre_hook(
-                lambda _, given, named, name=name: found.add(name) if _is_batch(given) and not named else None,
+            module.register_forward_hook(
+                lambda _, given, named, made, name=name: (
+                    found.add(name) if _is_batch(given) and _is_batch((made,)) and not named else None
+                ),
                 with_kwargs=True,
             )
             for name, module in self.model.named_modules()

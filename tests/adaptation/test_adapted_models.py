@@ -253,6 +253,14 @@ def test_rows_that_are_not_sorted_by_document_are_refused(rank: int | None) -> N
         Adapter(made, pattern, adam(), rank).read(IDS)
 
 
+def test_a_router_stays_as_it_is_and_all_others_learn() -> None:
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "q_lora_rank": 8}
+    made = hf_for_tests.llama("DeepseekV3", vocab_size=V, first_k_dense_replace=0, moe_intermediate_size=8, **sizes)
+    adapter = Adapter(made, "all", adam())
+    assert adapter.read(IDS).nats[:, 1:].isfinite().all()  # a router returns several tensors
+    assert "model.embed_tokens.weight" in adapter.fast.start and not any("mlp.gate." in name for name in adapter.fast.start)
+
+
 def test_calls_that_do_not_fit_are_refused() -> None:
     adapter = Adapter(ours(), "norms", adam())
     with pytest.raises(MetaTTTError, match="nothing to save"):
