@@ -131,7 +131,7 @@ class FastModel:
 
     def _called(self) -> set[str]:
         """The modules without children that a call of the model calls with one tensor whose first axis is the batch,
-        and that return another."""
+        and that return another. (No convolutions: with a cache, models read their weights and do not call them.)"""
         found: set[str] = set()
         hooks = [
             module.register_forward_hook(
@@ -141,7 +141,7 @@ class FastModel:
                 with_kwargs=True,
             )
             for name, module in self.model.named_modules()
-            if not list(module.children())
+            if not list(module.children()) and not isinstance(module, nn.Conv1d)
         ]
         ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
         try:

@@ -261,6 +261,16 @@ def test_a_router_stays_as_it_is_and_all_others_learn() -> None:
     assert "model.embed_tokens.weight" in adapter.fast.start and not any("mlp.gate." in name for name in adapter.fast.start)
 
 
+def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
+    sizes = {"lru_width": 16, "num_hidden_layers": 3, "attention_window_size": 8, "eos_token_id": None}
+    adapter = Adapter(hf_for_tests.llama("RecurrentGemma", vocab_size=V, **sizes), "all", adam(base_lr=0.3), clip=None)
+    adapter.learn(IDS)
+    one, two = (adapter.generate(IDS[:, :5], 12, do_sample=False, use_cache=cached) for cached in (True, False))
+    assert torch.equal(one, two)  # with a cache, its convolutions are not called
+    with pytest.raises(MetaTTTError, match=r"conv_1d.weight is not applied by its own module"):
+        Adapter(adapter.base, ["*.conv_1d.weight"])
+
+
 def test_calls_that_do_not_fit_are_refused() -> None:
     adapter = Adapter(ours(), "norms", adam())
     with pytest.raises(MetaTTTError, match="nothing to save"):
