@@ -20,6 +20,7 @@ from torch.func import functional_call, vmap
 
 from metattt.errors import MetaTTTError, check_integer
 from metattt.functional import replica
+from metattt.inner.causality import same
 from metattt.inner.diagnostics import require_ids
 from metattt.models.language_model import LanguageModel
 from metattt.state import Tensors
@@ -57,8 +58,8 @@ class FastModel:
         start: name → W0 `[1, *shape]`, in fp32 or wider: what every document begins with.
 
     Raises:
-        MetaTTTError: no such parameter; one that no module applies to the tokens of a document by itself; or a rank
-            where there is no matrix.
+        MetaTTTError: no such parameter; one that no module applies to the tokens of a document by itself; a rank where
+            there is no matrix; or a model that is not causal.
     """
 
     def __init__(
@@ -131,7 +132,13 @@ class FastModel:
 
     def _called(self) -> set[str]:
         """The modules without children that a call of the model calls with one tensor whose first axis is the batch,
-        and that return another. (No convolutions: with a cache, models read their weights and do not call them.)"""
+        and that return another. (No convolutions: with a cache, models read their weights and do not call them.)
+
+        Raises:
+            MetaTTTError: a model that takes more than tokens, or that predicts a token from itself or later ones.
+        """
+        if not self.ours and getattr(getattr(self.model, "config", None), "is_encoder_decoder", True):
+            raise MetaTTTError(f"an adapter takes a causal language model, and not a {type(self.model).__name__}")
         found: set[str] = set()
         hooks = [
             module.register_forward_hook(
@@ -144,13 +151,19 @@ class FastModel:
             if not list(module.children()) and not isinstance(module, nn.Conv1d)
         ]
         ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
+        ids[1, 1] = 1
         try:
             with torch.no_grad():
                 self._values = {}
-                self(self._values, ids, None, 1)
+                one, other, _ = self(self._values, ids, None, 2)[0][:, 0]
         finally:
             for hook in hooks:
                 hook.remove()
+        if not same(one, other):
+            raise MetaTTTError(
+                f"{type(self.model).__name__} changes what it predicts when later tokens change, so that its scores "
+                "would mean nothing: give a causal language model (one of BERT needs is_decoder=true in its config)"
+            )
         return found
 
     def _begin(self, module: nn.Module, held: Mapping[str, str], generator: torch.Generator) -> None:

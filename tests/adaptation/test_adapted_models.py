@@ -271,6 +271,20 @@ def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
         Adapter(adapter.base, ["*.conv_1d.weight"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("BertLMHeadModel", "changes what it predicts"), ("T5ForConditionalGeneration", "not a T5For"), ("", "not a Linear")],
+)
+def test_models_that_see_the_token_they_predict_are_refused(kind: str, message: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    made: nn.Module = nn.Linear(2, 2)
+    if kind:
+        known = getattr(transformers, kind)
+        made = known(known.config_class(vocab_size=V, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, d_ff=16))
+    with pytest.raises(MetaTTTError, match=message):
+        Adapter(made)
+
+
 def test_calls_that_do_not_fit_are_refused() -> None:
     adapter = Adapter(ours(), "norms", adam())
     with pytest.raises(MetaTTTError, match="nothing to save"):
