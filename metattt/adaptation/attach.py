@@ -228,6 +228,8 @@ class _Beside(nn.Module):
             raise MetaTTTError(f"{name} is a {type(attention).__name__}: layer={layer} goes beside an attention")
         if how == "replace" and "residual" in signature(attention.forward).parameters:
             raise MetaTTTError(f"{name} adds the residual connection itself, which how=replace would drop: use beside")
+        if how == "replace" and any(isinstance(one, nn.Conv1d) for one in attention.modules()):  # as Mamba's mixers
+            raise MetaTTTError(f"{name} is a {type(attention).__name__}: how=replace takes attentions, use beside")
         self.name, self.how = name, how
         self.pretrained = attention
         like = next(attention.parameters())

@@ -106,9 +106,13 @@ class Call:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         words = (*args, *kwargs.values())
-        self.given.cache = next((one for one in words if hasattr(one, "get_seq_length")), None)
+        cache: Any = next((one for one in words if hasattr(one, "get_seq_length")), None)
+        self.given.cache = cache
         if self.given.read_before is None:  # of the first block: attentions of later ones see that it has grown
-            self.given.read_before = 0 if self.given.cache is None else self.given.cache.get_seq_length()
+            try:
+                self.given.read_before = 0 if cache is None else cache.get_seq_length()
+            except ValueError:  # without an attention, a cache does not count
+                self.given.read_before = int(cache.has_previous_state())
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         y = output[0] if isinstance(output, tuple) else output

@@ -147,6 +147,16 @@ def test_states_and_masks_reach_the_layers_of_other_models(name: str) -> None:
     torch.testing.assert_close(padded, logits, rtol=1e-10, atol=1e-10)
 
 
+def test_a_layer_beside_a_mixer_whose_cache_counts_no_tokens() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": None}
+    made = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=V, **sizes)).eval()
+    with pytest.raises(MetaTTTError, match="is a MambaMixer: how=replace takes attentions"):
+        attach(made, "backbone.layers.*.mixer", layer="ttt_linear", how="replace")
+    trained(attach(made, "backbone.layers.*.mixer", layer="ttt_linear"))
+    one, two = (made.generate(IDS, max_new_tokens=8, do_sample=False, use_cache=cached) for cached in (True, False))
+    assert torch.equal(one, two)
+
+
 def test_packed_documents_a_mask_by_place_and_embeddings() -> None:
     made = llama()
     own = attached(made, "ttt_linear")
