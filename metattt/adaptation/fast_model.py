@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
@@ -184,6 +185,7 @@ class FastModel:
     def _forward(self, module: nn.Module, held: Mapping[str, str]) -> Callable[..., Tensor]:
         """What takes the place of the module's `forward`."""
         plain = replica(module)
+        plain._forward_hooks, plain._forward_pre_hooks = OrderedDict(), OrderedDict()  # `module` runs them
         key = next(iter(held.values()))
 
         def low_rank(x: Tensor) -> Tensor:

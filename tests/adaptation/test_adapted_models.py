@@ -271,6 +271,18 @@ def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
         Adapter(adapter.base, ["*.conv_1d.weight"])
 
 
+@pytest.mark.parametrize("fast", ["lora", "mlp", "all"])
+def test_hooks_of_modules_run_once_and_outside_of_transforms(fast: str) -> None:
+    made = llama()
+    made.gradient_checkpointing_enable()  # a hook makes embeddings require a gradient
+    for block in made.model.layers:
+        block.mlp.down_proj.register_forward_hook(lambda _, given, y: 2 * y)
+    adapter = Adapter(made, fast, adam(), context=25)
+    nats = F.cross_entropy(made(IDS[:, :25]).logits[:, :-1].mT, IDS[:, 1:25], reduction="none")
+    torch.testing.assert_close(adapter.score(IDS[:, :25]).nats[:, 1:], nats, rtol=1e-9, atol=1e-9)
+    assert adapter.read(IDS).nats[:, 1:].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("BertLMHeadModel", "changes what it predicts"), ("T5ForConditionalGeneration", "not a T5For"), ("", "not a Linear")],
