@@ -146,7 +146,8 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: a block that is run again in the backward pass makes them for one reader
+        tensors, kept = saved[: ctx.count], saved[ctx.count :]
         if torch.is_grad_enabled():  # someone differentiates this backward pass again
             return (None, None, None, *by_reference(ctx, tensors, cotangents))
         call = ctx.call._replace(given=filled(ctx.call.given, tensors))

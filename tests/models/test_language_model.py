@@ -53,6 +53,16 @@ def test_padding_and_packed_documents(layer: str, side: str) -> None:
         documents_are_apart(model, tokens(2, 50), tokens(2, 5), mask, reset, 24)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_blocks_that_are_run_again_have_the_same_gradients(layer: str) -> None:
+    model, ids, found = make(layer).float().train(), tokens(2, 21), []
+    for model.checkpoint_blocks in (False, True):
+        model.zero_grad()
+        model(ids).logsumexp(-1).sum().backward()
+        found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
 def test_tied_head_and_optional_convolution() -> None:
     tied, untied = make(), make("ttt_linear", "model.tie_embeddings=false")
     assert tied.head.weight is tied.embedding.weight
