@@ -71,8 +71,9 @@ class FastModel:
         frozen_blocks: int = 0,
         seed: int = 0,
     ):
-        for key, value, least in (("rank", 1 if rank is None else rank, 1), ("frozen_blocks", frozen_blocks, 0)):
-            check_integer(key, value, least)
+        least = {"rank": (1 if rank is None else rank, 1), "frozen_blocks": (frozen_blocks, 0), "seed": (seed, 0)}
+        for key, (value, at_least) in least.items():
+            check_integer(key, value, at_least)
         self._given: Any = model, fast, rank, frozen_blocks, seed
         self.ours = isinstance(model, LanguageModel)
         self.model = replica(model).eval()
@@ -119,7 +120,7 @@ class FastModel:
             MetaTTTError: something else than token ids of the model's vocabulary.
         """
         rows = list(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else ids
-        if isinstance(rows, Tensor) or not rows or any(not isinstance(row, Tensor) or row.ndim != 1 for row in rows):
+        if not isinstance(rows, Sequence) or not rows or any(not isinstance(x, Tensor) or x.ndim != 1 for x in rows):
             raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
         whole = [row if row.is_floating_point() else row.long() for row in rows]
         padded = nn.utils.rnn.pad_sequence(whole, batch_first=True)

@@ -220,7 +220,7 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
         ({"fast": ["blocks.0.layer.learner.init.*"]}, "is not applied by its own module"),
         ({"fast": ["blocks.0.ffn_norm.weight"], "rank": 2}, "is no matrix"),
         ({"context": -1}, "context"),
-        ({"rank": 0}, "rank=0"), ({"frozen_blocks": -1}, "frozen_blocks=-1"), ({"fast": None}, "fast=None"),
+        ({"rank": 0}, "rank=0"), ({"seed": "x"}, "seed=x"), ({"frozen_blocks": -1}, "frozen_blocks=-1"), ({"fast": None}, "fast=None"),
         ({"clip": -1.0}, "clip=-1.0"), ({"clip": float("nan")}, "clip=nan"),
     ],
 )
@@ -301,7 +301,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     adapter = Adapter(ours(), "norms", adam())
     with pytest.raises(MetaTTTError, match="nothing to save"):
         adapter.save("nowhere")
-    for ids in (IDS[0], IDS.double(), "text", IDS - 1000, IDS + 1000):
+    for ids in (IDS[0], IDS.double(), "text", IDS - 1000, IDS + 1000, IDS.numpy()):
         with pytest.raises(MetaTTTError, match="ids"):
             adapter.read(ids)
     adapter.read(IDS)
