@@ -2,7 +2,7 @@
 
 The decay a is of every head or of every input channel. What token s wrote reaches token t as
 `Diag(Π_{r=s+1..t} a_r) k_sᵀ`, so `q_t·k_s` becomes `Σ_c q_tc k_sc Π_{r=s+1..t} a_rc` (`metattt.ops.channel_decays`; for
-one decay a head it is a factor). All but two products a chunk is done for all chunks together.
+one decay a head it is a factor). All but one product a chunk is done for all chunks together.
 """
 
 from __future__ import annotations
@@ -100,12 +100,11 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
 def _weights(
     base: Tensor, keep: Tensor | None, change: Tensor | None, taken: Tensor, matmul_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """W at the start of every chunk `[B, H, chunks, d_in, d_out]`, and after the last: `W' = keep W − change W − taken`.
-
-    `unbind`, since a slice per chunk would make the backward pass quadratic in their number.
-    """
+    """W at the start of every chunk, `[B, H, chunks, d_in, d_out]`, and after the last: `W' = keep W − change W −
+    taken`."""
     starts, weight = [], base
     given = (keep, None if change is None else change.to(matmul_dtype), taken)
+    # `unbind`, since a slice per chunk would make the backward pass quadratic in their number
     by_chunk: list[Iterable[Any]] = [repeat(None) if x is None else x.unbind(2) for x in given]
     for share, erased, less in zip(*by_chunk, strict=False):
         starts.append(weight)
