@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,27 +20,37 @@ from metattt.tasks.base import Views
 
 
 class Part(NamedTuple):
-    """Consecutive tokens of memories `S_t = S_{t−1} Diag(a_t) + x_tᵀ w_t`: x is d wide, w has n channels."""
+    """The tokens of a call, in chunks of c, of memories `S_t = S_{t−1} Diag(a_t) + x_tᵀ w_t`: x is d wide, w has n
+    channels."""
 
-    k: Tensor  # views [B, H, c, d]
+    k: Tensor  # views [B, H, chunks, c, d]
     v: Tensor
     q: Tensor
-    write: Tensor  # [B, H or 1, c, 1]
-    gate: Tensor  # log a, [B, H, c, n], also at the start of a document
-    decay: Tensor  # Π_{s<r≤t} a_r, [B, H, n, c, c] (t, s), lower triangular; 0 if a document starts in between
-    kept: Tensor  # Π_{r≤t} a_r, [B, H, c, n]
+    write: Tensor  # [B, H or 1, chunks, c, 1]
+    gate: Tensor  # log a, [B, H, chunks, c, n], also at the start of a document
+    decay: Tensor  # Π_{s<r≤t} a_r, [B, H, chunks, n, c, c] (t, s), lower triangular; 0 if a document starts in between
+    kept: Tensor  # Π_{r≤t} a_r, [B, H, chunks, c, n]
 
     def scores(self, a: Tensor, w: Tensor) -> Tensor:
-        """`Σ_n a_tn decay_ts,n w_sn` for s ≤ t: `[B, H, c, c]`."""
+        """`Σ_n a_tn decay_ts,n w_sn` for s ≤ t: `[B, H, chunks, c, c]`."""
         return torch.einsum("...tn,...sn,...nts->...ts", a, w, self.decay)
 
-    def read(self, x: Tensor, w: Tensor, start: Tensor) -> Tensor:
-        """`q_t S_t`, `[B, H, c, n]`, from the memory before the chunk, `start` `[B, H, d, n]`."""
-        return torch.einsum("...ts,...sn,...nts->...tn", self.q @ x.mT, w, self.decay) + self.kept * (self.q @ start)
+    def read(self, x: Tensor, w: Tensor, starts: Tensor) -> Tensor:
+        """`q_t S_t`, `[B, H, chunks, c, n]`, from the memories before the chunks, `starts` `[B, H, chunks, d, n]`."""
+        return torch.einsum("...ts,...sn,...nts->...tn", self.q @ x.mT, w, self.decay) + self.kept * (self.q @ starts)
 
-    def after(self, x: Tensor, w: Tensor, start: Tensor) -> Tensor:
-        """S after the chunk."""
-        return self.kept[..., -1:, :] * start + x.mT @ (self.decay[..., -1, :].mT * w)
+    def left(self, w: Tensor) -> Tensor:
+        """The share of w that is left at the end of its chunk."""
+        return self.decay[..., -1, :].mT * w
+
+    def memories(self, added: Tensor, first: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """S before every chunk, and after the last: `S' = S Diag(kept) + added − S change`; `first` `[B, H, d, n]`."""
+        starts, memory = [], first
+        erased: Any = repeat(None) if change is None else change.unbind(2)
+        for kept, more, lost in zip(self.kept[..., -1:, :].unbind(2), added.unbind(2), erased, strict=False):
+            starts.append(memory)
+            memory = torch.addcmul(more if lost is None else more - memory @ lost, kept, memory)
+        return torch.stack(starts, 2), memory
 
 
 class ChannelMemory(NonParametric, takes=("residual", "norm")):
@@ -55,15 +65,19 @@ class ChannelMemory(NonParametric, takes=("residual", "norm")):
     learn_init = False
     chunk: int = setting(default=8)
 
-    def _parts(self, views: Views, ctx: Context, gates: DataGates) -> Iterator[Part]:
-        """The tokens of a call, at most `chunk` at a time, in the type of the gates."""
+    def _part(self, views: Views, ctx: Context, gates: DataGates) -> Part:
+        """The tokens of a call in the type of the gates; those that fill the last chunk are inert."""
         assert gates.decay is not None
         log = gates.decay if ctx.first is None else gates.decay.masked_fill(ctx.first[:, None, :, None], -torch.inf)
+        size = min(self.chunk, log.shape[2])
+        missing = -log.shape[2] % size
         k, v, q = (view.to(log.dtype) for view in views[:3])
-        given = (x.split(self.chunk, 2) for x in (k, v, q, gates.write.unsqueeze(-1), gates.decay, log))
-        for k, v, q, write, gate, between in zip(*given, strict=True):
-            decay, kept = decays_of_logs(between.mT)
-            yield Part(k, v, q, write, gate, decay, kept.mT)
+        k, v, q, write, gate, log = (
+            (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (-1, size))
+            for x in (k, v, q, gates.write.unsqueeze(-1), gates.decay, log)
+        )
+        decay, kept = decays_of_logs(log.mT)
+        return Part(k, v, q, write, gate, decay, kept.mT)
 
     def _memory(self, name: str, state: Tensors, view: Tensor, gates: DataGates) -> Tensor:
         """What the memory of a view `[B, H, T, d]` holds before a call, `[B, H, d, n]`."""
@@ -98,17 +112,18 @@ class Oja(ChannelMemory):
 
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and `memory` = S `[B, H, d, d_v]`."""
-        memory, ys = self._memory("memory", state, views.k, gates), []
-        if (count := memory.shape[-1]) != (width := views.v.shape[-1]):
-            raise MetaTTTError(f"optimizer.channels={count}, and v has {width}: set optimizer.channels=head_dim")
+        memory = self._memory("memory", state, views.k, gates)
+        if (channels := memory.shape[-1]) != (width := views.v.shape[-1]):
+            raise MetaTTTError(f"optimizer.channels={channels}, and v has {width}: set optimizer.channels=head_dim")
         with exact(views.k.device.type):
-            for part in self._parts(views, ctx, gates):
-                v = normalize(part.v)
-                error = part.write * (part.k - (part.kept * v) @ memory.mT)
-                error = solve_unit_lower(part.write * part.scores(v, v), error)
-                ys.append(part.read(error, v, memory))
-                memory = part.after(error, v, memory)
-            return self._wrapped(views.q, torch.cat(ys, dim=2)), {"memory": memory}
+            part = self._part(views, ctx, gates)
+            v = normalize(part.v)
+            asked = torch.cat([part.write * part.k, part.write * part.kept * v], -1)
+            own, met = solve_unit_lower(part.write * part.scores(v, v), asked).split([part.k.shape[-1], width], -1)
+            left = part.left(v)  # the errors are `own − met Sᵀ`
+            starts, memory = part.memories(own.mT @ left, memory, met.mT @ left)
+            y = part.read(own - met @ starts.mT, v, starts).flatten(2, 3)[:, :, : views.q.shape[2]]
+            return self._wrapped(views.q, y), {"memory": memory}
 
 
 @register(group="learner", name="slots")
@@ -134,12 +149,13 @@ class Slots(ChannelMemory):
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and `keys` = K `[B, H, d, n]` and `values` = V `[B, H, d_v, n]`."""
         keys, values = (self._memory(n, state, x, gates) for n, x in (("keys", views.k), ("values", views.v)))
-        ys = []
         with exact(views.k.device.type):
-            for part in self._parts(views, ctx, gates):
-                w, v = -torch.expm1(part.gate), F.silu(part.v) if self.silu else part.v
-                share = part.read(part.k, w, keys).softmax(-1)
-                ys.append(part.scores(share, w) @ v + (part.kept * share) @ values.mT)
-                keys, values = part.after(part.k, w, keys), part.after(v, w, values)
-            y = torch.cat(ys, dim=2)
+            part = self._part(views, ctx, gates)
+            w, v = -torch.expm1(part.gate), F.silu(part.v) if self.silu else part.v
+            left = part.left(w)
+            before, keys = part.memories(part.k.mT @ left, keys)
+            share = part.read(part.k, w, before).softmax(-1)
+            before, values = part.memories(v.mT @ left, values)
+            y = part.scores(share, w) @ v + (part.kept * share) @ before.mT
+            y = y.flatten(2, 3)[:, :, : views.q.shape[2]]
             return self._wrapped(views.q, F.silu(y) if self.silu else y), {"keys": keys, "values": values}

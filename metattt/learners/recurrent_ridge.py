@@ -21,7 +21,8 @@ from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
-TOGETHER = 16  # chunks that are solved at once: fewer operations, and little memory however long the text
+TOGETHER = {"cpu": 2**17}  # numbers of the queries that are solved at once: they stay in a CPU's cache
+MANY = 2**24  # where each operation waits for the host
 
 
 @register(group="learner", name="recurrent_ridge")
@@ -89,8 +90,8 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
                 state[name] if state else gates.write.new_zeros(batch, heads, width, x.shape[-1])
                 for name, x in (("gram", views.k), ("moment", views.v))
             )
-            ys = []
-            for parts, joined in together(chunks(views, ctx, gates, self.chunk), TOGETHER):
+            ys, most = [], TOGETHER.get(views.k.device.type, MANY) // max(1, batch * heads * self.chunk * width)
+            for parts, joined in together(chunks(views, ctx, gates, self.chunk), max(1, most)):
                 grams, moments = [], []  # before every chunk
                 for part in parts:
                     grams.append(gram)

@@ -43,7 +43,8 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
 
     def split(x: Tensor, fill: float = 0.0) -> Tensor:
         """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
-        return F.pad(x, (0, 0, 0, -count % size), value=fill).unflatten(2, (-1, size))
+        x = F.pad(x, (0, 0, 0, -count % size), value=fill) if count % size else x
+        return x.unflatten(2, (-1, size))
 
     written = gates.eta if gates.kappa is None else gates.eta * gates.kappa  # there is no momentum here
     step = scaled(written, loop.learner.step_scales.get(name))
