@@ -12,7 +12,6 @@ from torch import Tensor
 from metattt.declared import WithSettings
 from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health, learning
-from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.training.divergence import listed, say
@@ -59,7 +58,7 @@ class InnerHealth(WithSettings, Callback):
     ) -> None:
         if batch_idx or not self.every or self.runs % self.every:
             return
-        if several_meshes(pl_module.parameters()):  # heads divided among processes: no process has a layer's loss
+        if getattr(trainer.strategy, "tensor_ranks", 1) > 1:  # no process has a layer's loss
             if "divided" not in self.said:
                 say(trainer, "inner_health: not looked at, as trainer.tensor_ranks divides the heads")
             self.said.append("divided")
