@@ -330,14 +330,14 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def newton_schulz(matrix: Tensor, schedule: Schedule = SCHEDULES["constant"], eps: float = 1e-7) -> Tensor:
-    """Approximate polar factor of `[..., m, n]`: singular values go towards 1 (Muon, quintic iterations)."""
+    """Approximate polar factors of `[..., m, n]`: singular values go towards 1 (Muon, quintic iterations)."""
     transpose = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transpose else matrix
-    x = x / (x.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()
+    x = (x / (x.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()).flatten(0, -3)
     for a, b, c in schedule:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if transpose else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if transpose else x).view_as(matrix)
 
 
 def _output_norms(matrix: Tensor) -> Tensor:
