@@ -57,11 +57,11 @@ class Subject:
         found = self.module(x, **{name: value for name, value in given.items() if value is not None})
         return (found[0], found[-1]) if isinstance(found, tuple) else (found, None)
 
-    def pieces(self, x: Tensor, cuts: Sequence[int]) -> Tensor:
-        """Outputs of several calls, with the state handed on."""
+    def pieces(self, x: Tensor, cuts: Sequence[int], **marks: Tensor) -> Tensor:
+        """Outputs of several calls, with the state handed on; `marks`: the whole `mask` or `reset`."""
         state, outputs = None, []
         for start, stop in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
-            y, state = self(x[:, start:stop], state)
+            y, state = self(x[:, start:stop], state, **{name: mark[:, start:stop] for name, mark in marks.items()})
             outputs.append(y)
         return torch.cat(outputs, dim=1)
 
@@ -131,14 +131,12 @@ def padding(subject: Subject) -> float:
     following = subject(later, state)[0] if subject.has_state else x
     places = (0, 1, subject.period, subject.period + 1, subject.length)
     for place, count in itertools.product(places, (1, subject.period + 1)):
-        hole = torch.full((2, count, subject.dim), 3.0, dtype=x.dtype)
-        padded = torch.cat([x[:, :place], hole, x[:, place:]], dim=1)
-        mask = torch.ones(padded.shape[:2], dtype=torch.bool)
-        mask[:, place : place + count] = False
+        padded, mask = _pad(x, place, count)
         y, kept = subject(padded, mask=mask)
-        worst = max(worst, distance(y[:, mask[0]], expected))
+        worst = max(worst, distance(y[mask], expected.flatten(0, 1)))
         if subject.has_state:
             worst = max(worst, distance(subject(later, kept)[0], following))
+            worst = max(worst, distance(subject.pieces(padded, [3], mask=mask)[mask], expected.flatten(0, 1)))
     return worst
 
 
@@ -147,16 +145,27 @@ def resets(subject: Subject) -> float:
     _needs(subject.has_reset, "reset")
     x, worst = subject.tokens(), 0.0
     for starts in ([subject.period], [1, 2, subject.period + 1], [3, 7, subject.length - 1]):
+        rows = [[0, *starts], [0, *sorted(subject.length - start for start in starts)]]  # as in `_pad`: not alike
         reset = torch.zeros(x.shape[:2], dtype=torch.bool)
-        reset[:, [0, *starts]] = True
-        ends = [*starts, subject.length]
+        for row, places in enumerate(rows):
+            reset[row, places] = True
 
-        def apart(x: Tensor, bounds: tuple[list[int], list[int]] = ([0, *starts], ends)) -> Tensor:
-            return torch.cat([subject(x[:, a:b])[0] for a, b in zip(*bounds, strict=True)], dim=1)
+        def apart(x: Tensor, rows: list[list[int]] = rows) -> Tensor:
+            pairs = [itertools.pairwise([*places, subject.length]) for places in rows]
+            return torch.stack(
+                [torch.cat([subject(x[r : r + 1, a:b])[0][0] for a, b in ends]) for r, ends in enumerate(pairs)]
+            )
 
-        worst = max(worst, distance(subject(x, reset=reset)[0], apart(x)))
+        expected = apart(x)
+        worst = max(worst, distance(subject(x, reset=reset)[0], expected))
         found = subject.gradients(x, lambda x, reset=reset: subject(x, reset=reset)[0])  # type: ignore[misc]
         worst = max(worst, _apart(found, subject.gradients(x, apart)))
+        if subject.has_state:
+            worst = max(worst, distance(subject.pieces(x, [2], reset=reset), expected))
+        if subject.has_mask:
+            padded, mask = _pad(x, subject.period, 2)
+            marked = torch.zeros_like(mask).masked_scatter(mask, reset)
+            worst = max(worst, distance(subject(padded, mask=mask, reset=marked)[0][mask], expected.flatten(0, 1)))
     return worst
 
 
@@ -176,7 +185,7 @@ def derivatives(subject: Subject) -> float:
     """Gradients equal central differences, along one direction for the tokens and one for every parameter."""
     if subject.rounds:
         raise NotApplicable("differences in float32 are rounding")
-    x = subject.tokens(9)
+    x = subject.tokens(subject.period + 5)
     gradients = subject.gradients(x, lambda x: subject(x)[0])
     leaves = [x, *(one for one in subject.module.parameters() if one.requires_grad)]
     largest, worst = max(one.norm().item() for one in gradients), 0.0
@@ -243,6 +252,15 @@ def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
 def _needs(offered: bool, name: str) -> None:
     if not offered:
         raise NotApplicable(f"forward has no parameter `{name}`")
+
+
+def _pad(x: Tensor, place: int, count: int) -> tuple[Tensor, Tensor]:
+    """`x` with `count` tokens of padding, from `place` on in one row and as far from the end in the other, so that the
+    rows differ; and the mask."""
+    mask = torch.ones(2, x.shape[1] + count, dtype=torch.bool)
+    for row, start in enumerate((place, x.shape[1] - place)):
+        mask[row, start : start + count] = False
+    return x.new_full((*mask.shape, x.shape[2]), 3.0).masked_scatter(mask.unsqueeze(-1), x), mask
 
 
 def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -44,13 +44,17 @@ class Decay(nn.Module):
             read = read + 1e-3 * x.mean(0)
         if self.fault == "training" and self.training:
             read = 1.001 * read
+        if self.fault == "rows" and mask is not None:
+            mask = mask[:1].expand_as(mask)
+        if (self.fault == "pieces" and state is not None) or (self.fault == "both" and mask is not None):
+            reset = None
         a = self.a.detach() if self.fault == "gradient" else self.a
         outputs = []
         for t in range(x.shape[1]):
             keep = x.new_ones(len(x), 1) if mask is None else mask[:, t, None].to(x.dtype)
             if reset is not None and self.fault != "reset":
                 s = torch.where(reset[:, t, None], 0, s)
-            after = a * s + read[:, t]
+            after = a * (s.detach() if self.fault == "chunk" and t == 16 else s) + read[:, t]
             decayed = a * s if self.fault == "pad decays" else s
             s = torch.where(keep > 0, after, decayed)
             outputs.append(self.v(s))
@@ -65,20 +69,29 @@ FAULTS = {
     "batch": "alone = in a batch",
     "training": "the same call gives the same",
     "gradient": "gradients = finite differences",
+    "chunk": "gradients = finite differences",
     "reset": "packed = separate",
+    "pieces": "packed = separate",
+    "both": "packed = separate",
+    "rows": "padding changes nothing",
     "pad decays": "padding changes nothing",
     "type": "float32 = float64",
 }
 ALSO = {
-    "state": {"splits agree"},  # and what follows from it
+    "state": {"splits agree", "packed = separate", "padding changes nothing"},  # and what follows from it
+    "batch": {"packed = separate", "padding changes nothing"},
+    "split": {"packed = separate", "padding changes nothing"},
     "future": {"splits agree", "packed = separate", "padding changes nothing"},
     "gradient": {"splits agree"},
+    "chunk": {"splits agree", "packed = separate"},
+    "rows": {"packed = separate"},
+    "pad decays": {"packed = separate"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_breaks_its_law(fault: str) -> None:
-    broken = {title for title, found in examine(Subject(partial(Decay, fault), DIM)) if found.failed}
+    broken = {title for title, found in examine(Subject(partial(Decay, fault), DIM, 16)) if found.failed}
     assert FAULTS[fault] in broken and broken <= {FAULTS[fault], *ALSO.get(fault, ())}
 
 
