@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
+from metattt.learners.depthwise import Depthwise
 from metattt.memory_limit import check_memory_limit
 from metattt.models.block import check_blocks, check_function
 from metattt.optional import need
@@ -123,6 +124,13 @@ class ImageTransformer(VisionTransformer):
             "first_conv": "patch_embed.proj", "classifier": "head.logits", "architecture": architecture,
         }  # fmt: skip
         self.__dict__.update(pretrained_cfg=about, default_cfg=about)
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """As timm's; convolutions over the map of tokens take its width."""
+        super().set_input_size(img_size, patch_size)
+        for part in self.modules():
+            if isinstance(part, Depthwise):
+                part.columns = self.patch_embed.grid_size[1]
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.pos_embed is None:  # computed, not kept: a buffer would have no values after `to_empty`
