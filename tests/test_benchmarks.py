@@ -24,6 +24,7 @@ from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
 from metattt.kernels.cpu.native_scan import NativeForm
+from metattt.optimizers import GradientDescent
 
 SMALL = {
     "layer": "layers=[ttt_linear,mttt_linear,attention] lengths=[32,64] dim=32 num_heads=2 rounds=1",
@@ -97,6 +98,22 @@ def test_any_layer_is_checked_and_timed(chosen: str, capsys: pytest.CaptureFixtu
     assert "FAIL" not in said and "forward + backward" in said
     if chosen == "layer=ttt_linear":
         assert "dual and primal" in said and "fused and dual" in said and "one call and two" in said
+
+
+class Forgets(GradientDescent):
+    """Step sizes that grow from token to token, from 0 on in every call."""
+
+    def gates(self, x: Any, state: Any, ctx: Any) -> Any:
+        gates, state = super().gates(x, state, ctx)
+        return gates._replace(eta=gates.eta * torch.arange(x.shape[1])), state
+
+
+@pytest.mark.parametrize("size", [1, 256])
+def test_what_a_benchmark_of_any_layer_checks(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    forgets = f"layer=custom optimizer._target_={__name__}.Forgets optimizer=custom optimizer.mini_batch_size={size}"
+    with pytest.raises(SystemExit):
+        main(["bench", *forgets.split(), "dim=16", "num_heads=2", "length=8"])
+    assert ("ends within the 203 checked" in capsys.readouterr().out) == (size == 256)
 
 
 @pytest.mark.parametrize(
