@@ -84,4 +84,4 @@ def together(parts: Iterator[Chunk], most: int) -> Iterator[tuple[list[Chunk], C
         while some := list(islice(same, most)):
             *given, positions, after = zip(*some, strict=True)
             joined = [None if x[0] is None else torch.stack(x, 2) for x in given]
-            yield some, Chunk(*joined, positions[-1], after[-1])  # type: ignore[arg-type]
+            yield some, Chunk._make([*joined, positions[-1], after[-1]])
