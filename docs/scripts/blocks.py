@@ -62,8 +62,7 @@ def layers() -> str:
     names = LAYERS | {"mamba2": "Mamba-2", "delta_net": "DeltaNet", "linear_attention": "linear attention"}
     made = []
     for layer in ("ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "mamba2", "linear_attention"):
-        form = "dual" if layer in ("mamba2", "linear_attention") else "fused"
-        wanted = {"layer": layer, "form": form, "pass": "forward + backward"}
+        wanted = {"layer": layer, "form": "fused", "pass": "forward + backward"}
         ratios = [value(rows, wanted | {"T": length}, "median") for length in (512, 1024, 2048, 4096)]
         made.append([names[layer], *(f"{ratio:.2f}" for ratio in ratios)])
     return table(["layer", "T = 512", "T = 1,024", "T = 2,048", "T = 4,096"], made)
