@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -77,11 +76,18 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
 
 
 
-def together(parts: Iterator[Chunk], most: int) -> Iterator[tuple[list[Chunk], Chunk]]:
-    """Consecutive chunks of one length, at most `most`, and these as one, `[B, H, chunks, c, ·]`. (Its positions are
-    those of the last.)"""
-    for _, same in groupby(parts, lambda part: part.k.shape[2]):
-        while some := list(islice(same, most)):
-            *given, positions, after = zip(*some, strict=True)
-            joined = [None if x[0] is None else torch.stack(x, 2) for x in given]
-            yield some, Chunk._make([*joined, positions[-1], after[-1]])
+def together(parts: Iterator[Chunk], most: int) -> Iterator[list[Chunk]]:
+    """Consecutive chunks of one length, at most `most`."""
+    some: list[Chunk] = []
+    for part in parts:
+        if len(some) == most or (some and part.k.shape[2] != some[0].k.shape[2]):
+            yield some
+            some = []
+        some.append(part)
+    yield some
+
+
+def joined(parts: list[Chunk]) -> Chunk:
+    """Chunks of one length as one, `[B, H, chunks, c, ·]`. (Its positions are those of the last.)"""
+    *given, positions, after = zip(*parts, strict=True)
+    return Chunk._make([*(None if x[0] is None else torch.stack(x, 2) for x in given), positions[-1], after[-1]])

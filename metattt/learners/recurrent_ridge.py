@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from metattt.errors import check_number
 from metattt.learners.base import Weight
-from metattt.learners.chunks import Chunk, chunks, together
+from metattt.learners.chunks import Chunk, chunks, joined, together
 from metattt.learners.non_parametric import NonParametric
 from metattt.modules import exact, transformed
 from metattt.ops.chunk import chunk_read, chunk_state
@@ -91,7 +91,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
                 for name, x in (("gram", views.k), ("moment", views.v))
             )
             ys, most = [], TOGETHER.get(views.k.device.type, MANY) // max(1, batch * heads * self.chunk * width)
-            for parts, joined in together(chunks(views, ctx, gates, self.chunk), max(1, most)):
+            for parts in together(chunks(views, ctx, gates, self.chunk), max(1, most)):
                 grams, moments = [], []  # before every chunk
                 for part in parts:
                     grams.append(gram)
@@ -99,7 +99,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
                     gram, moment = (
                         chunk_state(part.k, x, part.mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment))
                     )
-                y = self._answer(joined, torch.stack(grams, 2), torch.stack(moments, 2))
+                y = self._answer(joined(parts), torch.stack(grams, 2), torch.stack(moments, 2))
                 ys.append(y.flatten(2, 3))
             y = self._wrapped(views.q, torch.cat(ys, dim=2))
         return y, {"gram": gram, "moment": moment}
