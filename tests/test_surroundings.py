@@ -240,6 +240,14 @@ def test_compiled_in_one_graph(name: str) -> None:
     assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
 
 
+@pytest.mark.parametrize("given", ["mesa_net learner.iterations=2", "gka learner.iterations=2", "gated_oja"])
+def test_learners_that_keep_data_are_one_graph(given: str) -> None:
+    torch._dynamo.reset()
+    layer = metattt.build(*f"layer={given}".split(), "learner.chunk=2", dim=8, num_heads=2, seed=0)
+    x = torch.randn(1, 5, 8)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x)[0], layer(x)[0])
+
+
 @pytest.mark.parametrize("length", [3, 5])
 def test_compiled_for_any_length_sequences_go_on_at_places_of_their_own(length: int) -> None:
     """Mini-batches that end in the call are committed, at whatever token of it."""
