@@ -14,7 +14,7 @@ from metattt.inner.execution import in_groups, plainly
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens, consecutive, each
-from metattt.memory import Memory, choose, newest
+from metattt.memory import Memory, choose
 from metattt.modules import stands_for_others, transformed
 from metattt.state import Tensors
 
@@ -80,8 +80,9 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
         if begins is not None:
             memory = choose(begins, loop.start(len(begins), part.gates.eta.dtype), memory, memory)
             run[0] = run[0]._replace(restart=None)
+        weights = memory["weights" if "weights" in memory else "anchor"]
         given = MiniBatches(
-            part, memory[newest(memory)], {}, None, 1, loop.matmul_dtype, loop.group_size,
+            part, weights, {}, None, 1, loop.matmul_dtype, loop.group_size,
             rule.read == "exclusive", rule.gradient_at == "decayed",
         )  # fmt: skip
         kernel = kernel_of(loop.plan, given)
