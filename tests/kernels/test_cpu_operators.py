@@ -84,8 +84,9 @@ def test_one_compilation_for_all_lengths_and_batches(name: str) -> None:
     for batch, length in ((2, 80), (2, 128), (3, 512), (2, 160)):
         x = torch.randn(batch, length, 32)
         found, expected = results(compiled, layer, x), results(layer, layer, x)
-        for key, value in expected.items():  # a sum that cancels is as wrong as its terms
-            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4 * max(1.0, float(value.abs().max())))
+        for key, value in expected.items():  # a gradient sums over tokens: where it cancels, it is as wrong as its terms
+            size = 1.0 if key == "y" else value.abs().max()
+            torch.testing.assert_close(found[key] / size, value / size, rtol=1e-3, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
 
 
