@@ -71,9 +71,9 @@ class FastModel:
         frozen_blocks: int = 0,
         seed: int = 0,
     ):
-        least = {"rank": (1 if rank is None else rank, 1), "frozen_blocks": (frozen_blocks, 0), "seed": (seed, 0)}
-        for key, (value, at_least) in least.items():
-            check_integer(key, value, at_least)
+        check_integer("rank", 1 if rank is None else rank, 1)
+        check_integer("frozen_blocks", frozen_blocks, 0)
+        check_integer("seed", seed, 0)
         self._given: Any = model, fast, rank, frozen_blocks, seed
         self.ours = isinstance(model, LanguageModel)
         self.model = replica(model).eval()
