@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
-from metattt.modules import check_finite, projection, rms_norm
+from metattt.modules import RMSNorm, check_finite, projection, rms_norm
 from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
 from metattt.state import State
@@ -105,13 +105,13 @@ class Combined(SequenceLayer):
         second: Any = self.second
         dim = self.dim
         self.out: nn.Module | None = None
-        self.head_norm: nn.RMSNorm | None = None
+        self.head_norm: RMSNorm | None = None
         self.head_scale: nn.Linear | None = None
-        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=NORM_EPS) for _ in range(2)) if self.how == "gate" else None
+        self.norms = nn.ModuleList(RMSNorm(dim, eps=NORM_EPS) for _ in range(2)) if self.how == "gate" else None
         if self.shared:
             second.task.borrow(first.task)
             self.out, first.out, second.out = first.out, nn.Identity(), nn.Identity()
-            self.head_norm = nn.RMSNorm(second.head_dim, eps=NORM_EPS) if self.with_head_norm else None
+            self.head_norm = RMSNorm(second.head_dim, eps=NORM_EPS) if self.with_head_norm else None
             self.head_scale = projection(dim, second.num_heads, True) if self.with_head_scale else None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -74,7 +74,8 @@ def product_type(x: Tensor) -> torch.dtype:
 def exact(device: str) -> AbstractContextManager[object]:
     """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is
     entered then.)"""
-    return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() or rounds(device) else nullcontext()
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() or is_on else nullcontext()
 
 
 def made_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -209,34 +210,50 @@ def _products(padded: Tensor, dy: Tensor, width: int) -> Tensor:
     return held.sum(1)
 
 
-class _Normalize(torch.autograd.Function):
-    """`x / max(‖x‖, ε)` with a derivative in a third of the passes over memory that torch's own needs."""
+class _Scaled(torch.autograd.Function):
+    """`x / max(‖x‖, ε)`; with `eps`, `x / √(mean(x²) + eps)`. The derivative takes a third of torch's passes over
+    memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(NORMALIZE_EPS)
+    def forward(ctx: Any, x: Tensor, eps: float | None) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        if eps is None:
+            length.clamp_min_(NORMALIZE_EPS)
+        else:
+            length.square_().div_(x.shape[-1]).add_(eps).sqrt_()
         ctx.save_for_backward(x, length)
         ctx.set_materialize_grads(False)
+        ctx.eps = eps
         return x / length
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Tensor | None:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
         if dy is None:
-            return None
+            return None, None
         x, length = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return torch.autograd.grad(F.normalize(x, dim=-1), x, dy, create_graph=True)[0]
-        along = torch.linalg.vecdot(x, dy).unsqueeze(-1) * (length > NORMALIZE_EPS) / length.square()
-        return torch.addcmul(dy, x, along, value=-1).div_(length)
+            y = F.normalize(x, dim=-1) if ctx.eps is None else F.rms_norm(x, x.shape[-1:], eps=ctx.eps)
+            return torch.autograd.grad(y, x, dy, create_graph=True)[0], None
+        share = (length > NORMALIZE_EPS) if ctx.eps is None else 1 / x.shape[-1]
+        along = torch.linalg.vecdot(x, dy).unsqueeze(-1) * share / length.square()
+        return torch.addcmul(dy, x, along, value=-1).div_(length), None
 
 
-def normalize(x: Tensor) -> Tensor:
-    """`F.normalize(x, dim=-1)`."""
+def normalize(x: Tensor, eps: float | None = None) -> Tensor:
+    """`F.normalize(x, dim=-1)`; with `eps`, `F.rms_norm` over the last axis."""
     plain = torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64) and x.device.type != "meta"
-    if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return F.normalize(x, dim=-1)
-    transformed = forward_ad._current_level >= 0 or interpreter_stack() is not None
-    return F.normalize(x, dim=-1) if transformed else _Normalize.apply(x)
+    plain = plain and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+    if plain and forward_ad._current_level < 0 and interpreter_stack() is None:
+        return _Scaled.apply(x, eps)
+    return F.normalize(x, dim=-1) if eps is None else F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's over the last axis, which has a kernel on a GPU, and takes many passes over memory on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        on_cpu = x.device.type == "cpu" and x.dtype == self.weight.dtype
+        return normalize(x, self.eps) * self.weight if on_cpu else super().forward(x)
 
 
 def convolution(dim: int, width: int, bias: bool = True) -> CausalConv:

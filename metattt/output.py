@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import projection
+from metattt.modules import RMSNorm, projection
 
 EPS = 1e-5  # of the norms other than LayerNorm over D, where `norm_eps` says nothing
 LAYER_NORM_EPS = 1e-6  # of the published TTT models
@@ -23,7 +23,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class HeadRMSNorm(nn.RMSNorm):
+class HeadRMSNorm(RMSNorm):
     """RMSNorm of each head's predictions, with one learned scale `[d]` for all heads: `[..., H d]` to the same."""
 
     def forward(self, y: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def make_norm(kind: bool | str, dim: int, head_dim: int, eps: float | None, eps_
     if kind == "head_layer":
         return HeadLayerNorm(dim, head_dim, eps)
     if kind == "rms":
-        return nn.RMSNorm(dim, eps=eps)
+        return RMSNorm(dim, eps=eps)
     return nn.LayerNorm(dim, eps=eps) if kind else None
 
 
@@ -87,7 +87,7 @@ def make_gate(kind: bool | str, rank: int | str | None, dim: int, width: int, he
 NORMS = {
     HeadRMSNorm: ("RMSNorm_h", "of each head, one learned scale of d numbers for all heads"),
     HeadLayerNorm: ("LN_h", "of each head, learned scales and offsets of D numbers"),
-    nn.RMSNorm: ("RMSNorm", "over D"),
+    RMSNorm: ("RMSNorm", "over D"),
     nn.LayerNorm: ("LN", "over D"),
 }
 """Norms of the predictions: symbol, and what it is of."""

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from metattt.modules import CausalConv, normalize, rotary_table, rotate
+from metattt.modules import CausalConv, RMSNorm, normalize, rotary_table, rotate
 from metattt.state import Context
 
 
@@ -63,8 +63,15 @@ def test_derivatives_of_a_convolution(bias: bool) -> None:
     torch.testing.assert_close(padded.grad, whole)
 
 
-def test_derivatives_of_normalized_vectors() -> None:
+@pytest.mark.parametrize("of", ["normalize", "RMSNorm"])
+def test_derivatives_of_normalized_vectors(of: str) -> None:
     """As torch's own, also of a vector of zeros and of one below ε, and once more; in the forms of `torch.func`, too."""
+    pair = normalize, partial(F.normalize, dim=-1)
+    if of == "RMSNorm":
+        pair = RMSNorm(4, eps=1e-6).double(), nn.RMSNorm(4, eps=1e-6).double()
+        for norm in pair:
+            norm.weight.data = torch.tensor([0.5, 1, -2, 3], dtype=torch.float64)
+    ours, torchs = pair
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64).transpose(1, 2)
     x[0, 0], x[0, 1] = 0, x[0, 1] * 1e-14
     x.requires_grad_()
@@ -77,13 +84,12 @@ def test_derivatives_of_normalized_vectors() -> None:
         (plain,) = torch.autograd.grad(function(x), x, dy)
         return y, first, plain, second
 
-    expected = derivatives(partial(F.normalize, dim=-1))
-    for ours, theirs in zip(derivatives(normalize), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
-    jacobian = torch.func.vmap(torch.func.jacrev(normalize))(x.detach()[1, 2])
-    torch.testing.assert_close(jacobian, torch.func.vmap(torch.func.jacrev(partial(F.normalize, dim=-1)))(x.detach()[1, 2]))
+    for found, expected in zip(derivatives(ours), derivatives(torchs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    jacobians = [torch.func.vmap(torch.func.jacrev(function))(x.detach()[1, 2]) for function in pair]
+    torch.testing.assert_close(*jacobians)
     with torch.autocast("cpu", torch.bfloat16):
-        assert normalize(x.float()).dtype == F.normalize(x.float(), dim=-1).dtype
+        assert ours(x.float()).dtype == torchs(x.float()).dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

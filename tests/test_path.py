@@ -49,11 +49,11 @@ def known(name: str, *overrides: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("way", "functions", "files", "calls"), [
-    ("fused", 81, 16, 103),
-    ("dual", 104, 19, 400),
-    ("module", 103, 23, 798),
-    ("solved", 75, 21, 112),
-    ("online", 83, 20, 116),
+    ("fused", 78, 16, 97),
+    ("dual", 103, 19, 399),
+    ("module", 102, 23, 797),
+    ("solved", 73, 21, 111),
+    ("online", 81, 20, 111),
     ("titans", 97, 23, 201),
 ])  # fmt: skip
 def test_one_forward_pass(way: str, functions: int, files: int, calls: int) -> None:

@@ -219,11 +219,12 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
 def joined(blocks: Sequence[Block]) -> list[Block]:
     """Joins blocks of a rule without phase, up to `JOINED` tokens, if no document starts between them."""
     found: list[Block] = []
-    for block in each(blocks):
-        if found and block.restart is None and found[-1].length + block.length <= JOINED:
-            found[-1] = found[-1]._replace(length=found[-1].length + block.length)
-        else:
-            found.append(block)
+    for block in blocks:
+        for _ in range(block.times):
+            if found and block.restart is None and found[-1].length + block.length <= JOINED:
+                found[-1] = found[-1]._replace(length=found[-1].length + block.length)
+            else:
+                found.append(block._replace(times=1))
     return found
 
 

@@ -188,7 +188,7 @@ def flat(given: MiniBatches) -> list[Tensor]:
 def shell(given: MiniBatches) -> MiniBatches:
     """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
     nothing = torch.empty(0)
-    tokens = given.tokens.map(lambda x: nothing)
+    tokens = Tokens.from_tensors([None if x is None else nothing for x in given.tokens.tensors])
     tau = None if given.tau is None else nothing
     weights, slow = dict.fromkeys(given.weights, nothing), dict.fromkeys(given.slow, nothing)
     return given._replace(tokens=tokens, weights=weights, slow=slow, tau=tau)

@@ -16,7 +16,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.causality import Causality
 from metattt.inner.packing import Packing
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import CausalConv
+from metattt.modules import CausalConv, RMSNorm
 from metattt.sequence_layer import SequenceLayer
 from metattt.state import Context
 
@@ -45,13 +45,13 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, layer: nn.Module, ffn_dim: int, conv_width: int | None, norm_eps: float):
         super().__init__()
-        self.conv_norm = nn.RMSNorm(dim, eps=norm_eps) if conv_width else None
+        self.conv_norm = RMSNorm(dim, eps=norm_eps) if conv_width else None
         self.conv = CausalConv(dim, conv_width) if conv_width else None
-        self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.layer_norm = RMSNorm(dim, eps=norm_eps)
         self.layer = layer
         # others are told of padding and documents by mask= and reset=
         self.ours = isinstance(layer, SequenceLayer)
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = RMSNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 
     def forward(

@@ -20,7 +20,7 @@ from metattt.learners.swiglu import SwiGLU
 from metattt.models.block import INIT_STD, Block, take
 from metattt.models.end_to_end_loop import Adaptation, Loop
 from metattt.models.language_model import LanguageModel, LanguageModelState
-from metattt.modules import rounds
+from metattt.modules import RMSNorm, rounds
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -49,11 +49,11 @@ class EndToEndBlock(Block):
         super().__init__(dim, layer, ffn_dim, None, norm_eps)
 
         def post() -> nn.Module:
-            return nn.RMSNorm(dim, eps=norm_eps) if post_norm else nn.Identity()
+            return RMSNorm(dim, eps=norm_eps) if post_norm else nn.Identity()
 
         self.layer_post, self.ffn_post = post(), post()
         self.memory = memory
-        self.memory_norm = None if memory is None else nn.RMSNorm(dim, eps=norm_eps)
+        self.memory_norm = None if memory is None else RMSNorm(dim, eps=norm_eps)
         self.memory_post = None if memory is None else post()
 
     def forward(

@@ -14,6 +14,7 @@ from metattt.inner.packing import Packing, check_flags, pack
 from metattt.memory_limit import check_memory_limit
 from metattt.models.block import INIT_STD, Backbone, pattern_of, take
 from metattt.models.linear_cross_entropy import linear_cross_entropy
+from metattt.modules import RMSNorm
 from metattt.nested import map_tensors
 from metattt.registry import register
 from metattt.setting import setting
@@ -97,7 +98,7 @@ class LanguageModel(Backbone):
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         layers = pattern_of(take(self, "layer"), take(self, "pattern"), self.num_layers)
         self.make_blocks(layers, self.num_layers, self.causal)
-        self.final_norm = nn.RMSNorm(dim, eps=self.norm_eps)
+        self.final_norm = RMSNorm(dim, eps=self.norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if self.tie_embeddings:
             self.head.weight = self.embedding.weight

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_heads
 from metattt.models.block import INIT_STD, Backbone, check_function, take
+from metattt.modules import RMSNorm
 from metattt.registry import register
 from metattt.setting import setting
 
@@ -48,11 +49,11 @@ class NovelViews(Backbone):
         self.embed = nn.Linear(self.in_features, dim)
         self.make_blocks([layer], self.num_layers, causal=False)
         for block in self.blocks:
-            block.view_norm = nn.RMSNorm(dim, eps=self.norm_eps)
+            block.view_norm = RMSNorm(dim, eps=self.norm_eps)
             block.attention = nn.MultiheadAttention(dim, self.num_heads, bias=False, batch_first=True)
             for weight in block.attention.parameters():
                 nn.init.normal_(weight, std=INIT_STD)
-        self.final_norm, self.head = nn.RMSNorm(dim, eps=self.norm_eps), nn.Linear(dim, colours)
+        self.final_norm, self.head = RMSNorm(dim, eps=self.norm_eps), nn.Linear(dim, colours)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[B, T, F]`, tokens of whole views as `NovelViewsData` makes them, to colours `[B, T, C]`."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from metattt.models.block import Backbone, check_function, take
 from metattt.models.language_model import LanguageModelState
+from metattt.modules import RMSNorm
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context
@@ -47,7 +48,7 @@ class Regression(Backbone):
         check_function("layer", layer)
         self.read = nn.Linear(self.in_features, dim)
         self.make_blocks([layer], self.num_layers)
-        self.final_norm, self.head = nn.RMSNorm(dim, eps=self.norm_eps), nn.Linear(dim, 1)
+        self.final_norm, self.head = RMSNorm(dim, eps=self.norm_eps), nn.Linear(dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[B, T, F]` to answers `[B, T]`, each made from the tokens up to it."""

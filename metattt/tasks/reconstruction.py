@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError, check_number
 from metattt.modules import (
     CausalConv,
+    RMSNorm,
     affine,
     convolution,
     document_tail,
@@ -158,7 +159,7 @@ class Reconstruction(Task):
             self.k = projection(dim, groups * head_dim, self.bias)
         if self.qk_norm:
             keys = width if self.shared_qk else groups * head_dim
-            self.q_norm, self.k_norm = nn.RMSNorm(width, eps=NORM_EPS), nn.RMSNorm(keys, eps=NORM_EPS)
+            self.q_norm, self.k_norm = RMSNorm(width, eps=NORM_EPS), RMSNorm(keys, eps=NORM_EPS)
         if self.short_conv is not None:
             self.make_convolutions(width, groups * head_dim)
         if self.learned_delta:
