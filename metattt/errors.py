@@ -2,6 +2,7 @@
 
 import difflib
 import numbers
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -104,4 +105,6 @@ def shown(value: object) -> str:
 
 
 def _said(key: str, value: object) -> str:
-    return f"{key}={' '.join(shown(value).split())[:100]} is not allowed"
+    text = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false|null", value, re.IGNORECASE)
+    found = repr(value) if text else " ".join(shown(value).split())  # "16" is not the number 16
+    return f"{key}={found[:100]} is not allowed"

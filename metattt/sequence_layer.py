@@ -56,11 +56,11 @@ class SequenceLayer(Declared, ABC):
             Outputs `[B, T, D]` and the new state.
 
         Raises:
-            MetaTTTError: shapes or flags that do not fit, a state of another layer or batch size, or NaN in `x`
+            MetaTTTError: shapes, integers or flags that do not fit, a state of another layer or batch size, or NaN in `x`
                 (checked on CPU, if `refuse_nan`).
         """
-        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            raise _wrong_shape(x, self.dim)
+        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0 or not torch.is_floating_point(x):
+            raise _wrong_tokens(x, self.dim)
         sorted_already = packing is not None
         if mask is not None or reset is not None:
             check_flags(x, mask, reset)
@@ -100,8 +100,8 @@ class SequenceLayer(Declared, ABC):
         Raises:
             MetaTTTError: as of a call; or the layer cannot read without learning.
         """
-        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            raise _wrong_shape(x, self.dim)
+        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0 or not torch.is_floating_point(x):
+            raise _wrong_tokens(x, self.dim)
         check_flags(x, mask, None)
         packing = pack(mask, None, x.device)
         if packing is not None:
@@ -183,5 +183,6 @@ class SequenceLayer(Declared, ABC):
         return f"dim={self.dim}"
 
 
-def _wrong_shape(x: Tensor, dim: int) -> MetaTTTError:
-    return MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {dim}] with at least one token")
+def _wrong_tokens(x: Tensor, dim: int) -> MetaTTTError:
+    found = f"is {x.dtype} of shape {list(x.shape)}"
+    return MetaTTTError(f"x {found}, expected [B, T, {dim}] of floating-point numbers, with at least one token")

@@ -61,6 +61,7 @@ def test_the_constructor_follows_the_lines() -> None:
     ("given", "message"),
     [
         ({"size": 0}, "learner.size=0 is not allowed: it must be at least 1"),
+        ({"size": "2"}, "learner.size='2' is not allowed: it must be an integer, at least 1"),
         ({"kind": "c"}, "learner.kind=c is not allowed: choose from a, b."),
         ({"share": 1}, "learner.share=1 is not allowed: it must be above 0 and below 1, or null"),
         ({"last": 1}, "learner.last=1 is not allowed: it must be true or false"),

@@ -71,6 +71,8 @@ class FastModel:
         frozen_blocks: int = 0,
         seed: int = 0,
     ):
+        if not isinstance(model, nn.Module):  # such as the pair that `load_model` returns
+            raise MetaTTTError(f"an adapter takes a causal language model, and not a {type(model).__name__}")
         check_integer("rank", 1 if rank is None else rank, 1)
         check_integer("frozen_blocks", frozen_blocks, 0)
         check_integer("seed", seed, 0)

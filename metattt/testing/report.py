@@ -51,7 +51,7 @@ def _of_layer(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
         raise MetaTTTError(
             f"metattt check looks at the three parts of one layer, and this is a {type(layer).__name__}: choose a "
             "layer that has them, e.g. layer=window_attention; of two in the place of one, each, by layer=custom with "
-            "its parts"
+            "its parts; a module of anybody's: metattt check module=<package.module>:<function that makes it>"
         )
     spec = specimen_of(cfg)
     console.print(

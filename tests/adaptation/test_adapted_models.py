@@ -299,6 +299,8 @@ def test_models_that_see_the_token_they_predict_are_refused(kind: str, message: 
 
 def test_calls_that_do_not_fit_are_refused() -> None:
     adapter = Adapter(ours(), "norms", adam())
+    with pytest.raises(MetaTTTError, match="and not a tuple"):
+        Adapter((adapter.base, None))  # what `load_model` returns
     with pytest.raises(MetaTTTError, match="nothing to save"):
         adapter.save("nowhere")
     for ids in (IDS[0], IDS.double(), "text", IDS - 1000, IDS + 1000, IDS.numpy()):

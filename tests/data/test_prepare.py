@@ -233,6 +233,8 @@ def test_files_of_the_library_of_hugging_face(kind: str, tmp_path: Path) -> None
     assert len(found) == sum(split["bytes"] for split in splits) and all(text.strip().encode() in found for text in texts)
     assert "has no text in 'words'" in refused(kind, tmp_path / "b", *given, "text_key=words")
     assert "cannot be opened as a dataset" in refused(kind, tmp_path / "b", *given, "dataset_split=test")
+    if kind == "json":
+        assert "no rows in" in refused(kind, tmp_path / "b", f"dataset_files={tmp_path}/none*.jsonl")
 
 
 def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
