@@ -286,6 +286,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     reference = (site / "reference/configuration.html").read_text(encoding="utf-8")
     for expected in ("mini_batch_size", "tokens per commit of the weights", "optimizer/gradient_descent", "learner=mlp"):
         assert expected in reference
+    assert "&amp;lt;" not in reference and "``" not in reference
     mathematics = (site / "mathematics.html").read_text(encoding="utf-8")
     assert mathematics.count("Source code in") >= 9
     assert (site / "figures/layer.svg").is_file() and (site / "results/cpu/model.html").is_file()

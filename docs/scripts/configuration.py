@@ -101,7 +101,7 @@ def docstrings(module: str, name: str) -> list[str]:
 
 def default(field: dataclasses.Field[Any]) -> str:
     value = field.default_factory() if callable(field.default_factory) else field.default
-    return "required" if value == "???" else f"`{shown(value)}`"
+    return "required" if value == "???" else f"`{shown(value)}`" if value != "" else "empty"
 
 
 def shown(value: Any) -> str:
@@ -119,7 +119,8 @@ def type_name(hint: Any) -> str:
 
 def cell(text: str) -> str:
     """A text for a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    text = " ".join(text.split()).replace("|", "\\|")
+    return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(text.split("`")))  # not in code
 
 
 logging.getLogger("griffe").setLevel(logging.ERROR)  # of sections that it does not know, which are not asked for
