@@ -46,6 +46,8 @@ def main(name: str, folder: Path, data: TextData, tokenizer: str, steps: int = 1
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     try:
         main(sys.argv[1], Path(sys.argv[2]), TextData(sys.argv[3]), sys.argv[1])
     except signals.Interrupted as stop:

@@ -51,5 +51,7 @@ def load(checkpoint: str):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 5:
+        sys.exit(__doc__)
     command, *words = sys.argv[1:]
     {"read": read, "answer": answer}[command](*words)
