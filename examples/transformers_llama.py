@@ -4,7 +4,7 @@
 
 A small Llama with random weights; all blocks but the first get TTT-Linear. The text is the source of Python's `ast` module, byte by
 byte. Our layers carry states and not a cache of keys, so this model generates with `use_cache=False`; a model made of our layers
-alone generates with its states after `metattt export`.
+alone generates with its states after `metattt export`, and so does a pretrained model with layers of `metattt.attach`.
 """
 
 from __future__ import annotations
