@@ -56,7 +56,7 @@ class SequenceLayer(Declared, ABC):
             Outputs `[B, T, D]` and the new state.
 
         Raises:
-            MetaTTTError: shapes, integers or flags that do not fit, a state of another layer or batch size, or NaN in `x`
+            MetaTTTError: shapes, types or flags that do not fit, a state of another layer or batch size, or NaN in `x`
                 (checked on CPU, if `refuse_nan`).
         """
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0 or not torch.is_floating_point(x):
