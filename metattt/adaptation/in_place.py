@@ -72,7 +72,8 @@ class InPlaceLinear(nn.Module):
             y = self.linear(inputs)
             outputs.append(y if change is None else y + self.lr * (inputs.to(change.dtype) @ change.mT).to(y.dtype))
             if inputs.shape[1] == self.chunk:
-                learned = self._labels(labels).mT @ inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+                with torch.autocast("cpu" if h.is_meta else h.device.type, enabled=False):
+                    learned = self._labels(labels).mT @ inputs.to(torch.promote_types(inputs.dtype, torch.float32))
                 change = learned if change is None else change + learned
         rest = h.shape[1] - h.shape[1] % self.chunk
         return torch.cat(outputs, dim=1)[:, begun:], InPlaceState(change, h[:, rest:], t[:, rest:])
