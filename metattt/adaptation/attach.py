@@ -109,12 +109,16 @@ class Attached:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are new, by name. To train these alone, freeze the others first:
-        `model.requires_grad_(False)`, then `requires_grad_()` of these."""
+        `model.requires_grad_(False)`, then `requires_grad_()` of these. Adapters of peft inside of the attached layers
+        are no part of these, and do not change their names."""
         for name, module in self.modules.items():
             held = {id(one) for one in module.pretrained.parameters()}
+            wrapped = ("base_layer", "original_module")
+            adapted = tuple(f"{one}." for one, part in module.named_modules() if any(hasattr(part, w) for w in wrapped))
             for own, parameter in module.named_parameters():
-                if id(parameter) not in held:
-                    yield f"{name}.{own}", parameter
+                plain = own.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+                if id(parameter) not in held and (plain != own or not own.startswith(adapted)):
+                    yield f"{name}.{plain}", parameter
 
     def detach(self) -> None:
         """Puts the pretrained modules back into their places, but where something else stands by now."""

@@ -57,9 +57,8 @@ def attached(model: Any, kind: str, **settings: Any) -> Attached:
 def trained(made: Attached) -> None:
     """Other parameters than those at the start, where nothing shows."""
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for _, parameter in made.named_parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    for _, parameter in made.named_parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
 def cache_of(output: Any) -> Any:
@@ -113,6 +112,10 @@ def test_in_place_equals_the_published_computation() -> None:
     (y * held["k"]).sum().backward()
     torch.testing.assert_close(y, held["y"], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(x.grad, held["gx"], rtol=1e-12, atol=1e-12)
+    given = torch.randn(1, 2 * layer.chunk, 24), torch.randn(1, 2 * layer.chunk, 12)
+    expected = layer.float()(*given)[1].change
+    with torch.autocast("cpu"):  # what is carried is not rounded
+        assert torch.equal(layer(*given)[1].change, expected)
 
 
 def test_padding_changes_nothing_beside_an_attention() -> None:
@@ -243,20 +246,20 @@ def test_five_steps_of_the_trainer_change_the_chosen_weights_alone(kind: str, tm
     assert moved and moved <= new
 
 
+@pytest.mark.parametrize(("targets", "whole"), [(["q_proj", "v_proj", "up_proj"], ["layer"]), ("all-linear", None)])
 @pytest.mark.parametrize("kind", ["ttt_linear", "in_place"])
-def test_peft_beside_it(kind: str, tmp_path: Path) -> None:
+def test_peft_beside_it(kind: str, targets: Any, whole: Any, tmp_path: Path) -> None:
     """Adapters inside of what is attached and beside it: saved by peft, and read again by it."""
     peft = pytest.importorskip("peft")
     made = llama()
     trained(layers := attached(made, kind))
     logits = made(IDS).logits
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")
     tuned = peft.get_peft_model(made, config)
     torch.testing.assert_close(tuned(IDS).logits, logits)
-    with torch.no_grad():
-        for name, parameter in tuned.named_parameters():
-            if "lora_B" in name:
-                parameter += 0.1
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter.data += 0.1
     logits = tuned(IDS).logits
     tuned.save_pretrained(tmp_path / "adapter")
     layers.save(tmp_path / "layers.safetensors")
@@ -287,8 +290,7 @@ def test_a_cache_is_copied_and_pickled_with_its_states() -> None:
 
 def test_detaching_once_more_leaves_what_was_attached_since() -> None:
     made = llama()
-    first = attached(made, "ttt_linear")
-    first.detach()
+    (first := attached(made, "ttt_linear")).detach()
     trained(attached(made, "mamba"))
     logits = made(IDS).logits
     first.detach()
