@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from metattt.adaptation.adapter import Score
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 
+NOISE = 0.05  # of the largest logit: what rounding may change between two calls
 Scorer = Callable[[list[Tensor]], list[Tensor]]
 """Documents, `[n]` token ids each, to the logits `[n, V]` that their tokens were predicted with."""
 
@@ -60,13 +61,28 @@ def leaks(
         seed: of the changes.
 
     Raises:
-        MetaTTTError: positions that are in no document.
+        MetaTTTError: no documents, positions that are in none, logits of other tokens than theirs, or a scorer whose
+            logits for the same text differ so much that leaks would hide behind it.
     """
+    if not any(map(len, documents)):
+        raise MetaTTTError("documents hold no tokens: nothing would be examined")
     if positions is not None and not any(0 <= place < len(one) for place in positions for one in documents):
         raise MetaTTTError(f"positions={list(positions)} are in no document: nothing would be examined")
+    check_integer("vocab_size", vocab_size, 2)
     generator = torch.Generator().manual_seed(seed)
     expected, again = scorer(list(documents)), scorer(list(documents))
-    noise = max((_moved(one, other) for one, other in zip(expected, again, strict=True)), default=0.0)
+    lengths = [[*map(len, some)] for some in (documents, expected)]
+    if lengths[0] != lengths[1]:
+        raise MetaTTTError(
+            f"the scorer returns logits of {lengths[1]} tokens for documents of {lengths[0]}: return [n, V] for each, "
+            "in row i what token i was predicted with (anything for the first, which nothing predicts)"
+        )
+    noise = max(_moved(one, other) for one, other in zip(expected, again, strict=True))
+    if noise > NOISE * max(_moved(one, torch.zeros_like(one)) for one in expected):
+        raise MetaTTTError(
+            f"the scorer's logits for the same documents differ by {noise:.2g}, behind which leaks would hide: let it "
+            "forget what it learned in earlier calls, without dropout"
+        )
     for number, document in enumerate(documents):
         for place in range(len(document)) if positions is None else positions:
             if not 0 <= place < len(document):

@@ -229,6 +229,14 @@ def test_what_is_not_finite_is_no_leak_and_hides_none() -> None:
     assert list(leaks(ruled_out("look-ahead-1-True", torch.nan, last), TEXT[:1], V, places))
     with pytest.raises(MetaTTTError, match="are in no document"):
         next(leaks(honest(adapter()), TEXT, V, [-1, 100]))
+    with pytest.raises(MetaTTTError, match="hold no tokens"):
+        next(leaks(honest(adapter()), [], V))
+    for wrong, message in (
+        (lambda texts: honest(adapter())(texts)[:1], r"of \[26\] tokens for documents of \[26, 21\]"),
+        (lambda texts: [torch.randn(len(one), V) for one in texts], "behind which leaks would hide"),
+    ):
+        with pytest.raises(MetaTTTError, match=message):
+            next(leaks(wrong, TEXT, V))
     assert repeated([TEXT[0], TEXT[0].int()]) == [(0, 1)]
 
 
