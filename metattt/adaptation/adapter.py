@@ -343,7 +343,7 @@ class Adapter:
         count = state.waiting - (state.position == 0)
         if not count:  # a first token alone
             nothing = state.tokens[:, :0].float()
-            return nothing, state.model, nothing.unsqueeze(-1)
+            return nothing, state.model, nothing.unsqueeze(-1).expand(-1, -1, self.fast.num_logits)
         logits, after = self.fast(weights, state.tokens[:, :-1], state.model if self.carries else None, count)
         values = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nats = F.cross_entropy(values.mT, state.tokens[:, -count:], reduction="none")

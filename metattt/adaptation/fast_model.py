@@ -57,6 +57,7 @@ class FastModel:
 
     Attributes:
         start: name → W0 `[1, *shape]`, in fp32 or wider: what every document begins with.
+        num_logits: V of the logits.
 
     Raises:
         MetaTTTError: no such parameter; one that no module applies to the tokens of a document by itself; a rank where
@@ -160,6 +161,7 @@ class FastModel:
             with torch.no_grad():
                 self._values = {}
                 one, other, _ = self(self._values, ids, None, 2)[0][:, 0]
+                self.num_logits = one.numel()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -124,6 +124,8 @@ def test_documents_are_scored_as_if_alone_in_any_pieces(model: str, fast: str) -
     learned.learn(IDS[:, :20])
     torch.testing.assert_close(learned.read(IDS[:, 20:]).nats, nats[:, 20:], rtol=1e-9, atol=1e-9)
 
+    single = Adapter(made, fast, adam(mini_batch_size=1)).read(IDS[:, :4], logits=True).logits
+    assert single is not None and single.shape == (2, 4, V)
     alone = torch.cat([Adapter(made, fast, adam()).read(row[None]).nats for row in IDS])
     torch.testing.assert_close(alone, nats, rtol=1e-9, atol=1e-9, equal_nan=True)
     ragged = Adapter(made, fast, adam()).read([IDS[0], IDS[1, :15]]).nats
