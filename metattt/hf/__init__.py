@@ -12,5 +12,8 @@ from metattt.optional import need
 _transformers = need("transformers", extra="hf", what="metattt.hf")
 _transformers.AutoConfig.register(MetaTTTConfig.model_type, MetaTTTConfig)
 _transformers.AutoModelForCausalLM.register(MetaTTTConfig, MetaTTTForCausalLM)
+# by this name, Trainer's label smoothing knows that labels are of the next token
+_known = _transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+_known[MetaTTTConfig.model_type] = MetaTTTForCausalLM.__name__
 
 __all__ = ["MetaTTTCache", "MetaTTTConfig", "MetaTTTForCausalLM", "to_transformers"]

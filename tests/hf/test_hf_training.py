@@ -98,7 +98,9 @@ def test_trainer_trains_and_what_it_saves_is_loaded(model: MetaTTTForCausalLM, t
         torch.testing.assert_close(a, b, msg=name)
 
 
-def test_the_loss_of_padded_batches_is_that_of_single_texts(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+def test_the_loss_of_padded_batches_is_that_of_single_texts(
+    model: MetaTTTForCausalLM, tokenizer: Any, tmp_path: Path
+) -> None:
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     data = texts(tokenizer)[:3]
     batch = dict(collate([dict(one) for one in data]))
@@ -108,6 +110,8 @@ def test_the_loss_of_padded_batches_is_that_of_single_texts(model: MetaTTTForCau
     count = sum(len(one["input_ids"]) - 1 for one in data)
     torch.testing.assert_close(loss, torch.stack(sums).sum() / count)
     torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(2 * count)).loss, loss / 2)
+    smoothed = trainer(model, tokenizer, tmp_path, label_smoothing_factor=1e-9)  # which shifts the labels itself
+    torch.testing.assert_close(smoothed.compute_loss(model, dict(batch)), loss)
 
 
 @pytest.mark.parametrize("columns", [(0, 1, 2), (9, 10, 11), (0, 4, 11)], ids=["left", "right", "mixed"])
