@@ -62,8 +62,10 @@ class MetaTTTLM(HFLM):
             batch_size=batch_size,
             max_length=LONGEST,
             softmax_dtype="float32",
+            prefix_token_id=tokenizer.separator,
         )
         self.segment = segment
+        self.tokenizer.bos_token = None  # else texts that begin with its name in letters would get no separator
 
     @classmethod
     def load(
@@ -81,6 +83,12 @@ class MetaTTTLM(HFLM):
         found = tokenizer_of(str(checkpoint), about.tokenizer, about.config.model.vocab_size, tokenizer)
         model, config = load_model(checkpoint, device, trust)
         return cls(model, config, found, batch_size, segment, trust)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """The tokens of a text, after a separator unless `add_bos_token` or an argument say otherwise."""
+        given = self.add_bos_token is not False if add_special_tokens is None else add_special_tokens
+        found: list[int] = super().tok_encode(string, add_special_tokens=given, **options)
+        return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, each after its separator, which lm_eval adds itself here."""

@@ -201,6 +201,10 @@ def test_continuations() -> None:
         assert found == generate_text(model, ByteTokenizer(), TEXTS, options["max_gen_toks"], temperature=0)
     mixed = lm.generate_until([request(text, asked[i % 2]) for i, text in enumerate(TEXTS)])
     assert mixed[::2] == free[::2]
+    named = ["<|endoftext|>a", *TEXTS]  # the separator's name in letters, which is text
+    assert lm.generate_until([request(text, asked[0]) for text in named])[1:] == free
+    found = lm.loglikelihood([request(named[0], "b")])[0][0]
+    assert found == pytest.approx(score(model, named[0], "b")[0], rel=1e-5)
 
 
 def test_predictions_that_are_not_finite() -> None:
