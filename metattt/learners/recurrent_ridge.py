@@ -158,7 +158,8 @@ class _Solve(torch.autograd.Function):
             step = torch.where(moving, size / torch.where(moving, curvature, 1), 0)
             x, residual = x + step * direction, residual - step * image
             after = residual.square().sum(-1, keepdim=True)
-            direction = residual + after / torch.where(moving, size, 1) * direction
+            # (What has stopped keeps its direction: by a ratio that is none it would grow until it is infinite.)
+            direction = torch.where(moving, residual + after / torch.where(moving, size, 1) * direction, direction)
             size = after
         return x
 

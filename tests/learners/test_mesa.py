@@ -72,6 +72,15 @@ def test_ridge_starts_where_it_is_told() -> None:
 # -- the solver --------------------------------------------------------------------------------------------------------
 
 
+def test_tokens_that_have_stopped_stay_where_they_are() -> None:
+    """While others go on: of long queries a tolerance is far above 1, by which their directions must not grow."""
+    views, gates = random_views(40, 8, torch.float32), DataGates(torch.ones(1, 1, 40), None)
+    views = views._replace(k=3000 * views.k, q=3000 * views.q)
+    expected = scanned(built(RecurrentRidge(solver="exact"), 2, 8).double(), views, gates).detach()
+    found = scanned(built(RecurrentRidge(tolerance=0.1), 2, 8), views, gates).detach()
+    assert bool(found.isfinite().all()) and float((found - expected).norm() / expected.norm()) < 0.2
+
+
 def test_few_iterations_give_the_iterate_that_they_reach() -> None:
     """Against the method for one token, as textbooks have it."""
     views, width = random_views(9, 6), 6
