@@ -19,6 +19,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import several_meshes, total_norm
 from metattt.registry import register
 from metattt.training.batches import batch_share
+from metattt.training.random_state import apart_from_the_run
 
 
 @register(group="callback", name="step_statistics")
@@ -97,8 +98,10 @@ def _flops(module: Any, length: int) -> float:
     if not hasattr(module, "build"):
         return 0.0
     try:
-        model = module.build.empty()
-        return 3.0 * (flops_per_window(model, length) if isinstance(model, LanguageModel) else flops_per_image(model))
+        with apart_from_the_run(module.device):  # layers try out their plan on random numbers
+            model = module.build.empty()
+            count = flops_per_window(model, length) if isinstance(model, LanguageModel) else flops_per_image(model)
+        return 3.0 * count
     except Exception:  # an operation of a user's own layer that the meta device has not: the run is not to end for that
         return 0.0
 
