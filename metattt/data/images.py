@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from metattt.composition.messages import first_line
 from metattt.data.base import Data, ReadError
-from metattt.data.windows import ShuffledBatches, batches_in_order
+from metattt.data.windows import Batches, ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of
 from metattt.optional import need
@@ -115,26 +118,32 @@ def names_of_classes(data: Any) -> list[str] | None:
 class CheckedImages(Dataset[tuple[Any, int]]):
     """Images of timm or torchvision by number, where one that cannot be read is named, and refused or skipped.
 
-    Number −1 is some image with `NO_LABEL`.
+    Number −1 is some image with `NO_LABEL`. For a pair `(number, place)`, the random numbers of its augmentation follow
+    from the seed and its place in the run alone, whatever reads it and whenever.
 
     Args:
         dataset: timm's dataset with a reader, or torchvision's, of pairs (image, label).
         mode: PIL's name of the colours: `RGB`, `L`.
         corrupt: `error`, or `skip` to take the next image instead, with a warning.
         labels: label of the data set -> number of the class, where they differ.
+        seed: of the augmentation.
     """
 
-    def __init__(self, dataset: Any, mode: str, corrupt: str, labels: Mapping[int, int]):
-        self.dataset, self.mode, self.corrupt, self.labels = dataset, mode, corrupt, labels
+    def __init__(self, dataset: Any, mode: str, corrupt: str, labels: Mapping[int, int], seed: int):
+        self.dataset, self.mode, self.corrupt, self.labels, self.seed = dataset, mode, corrupt, labels, seed
         self.reader = getattr(dataset, "reader", None)
         self.transform: Callable[[Image.Image], Any] | None = None  # set by timm's loader
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        image, label = self._read(max(0, index))
-        return (image if self.transform is None else self.transform(image)), label if index >= 0 else NO_LABEL
+    def __getitem__(self, index: int | tuple[int, int]) -> tuple[Any, int]:
+        number, place = index if isinstance(index, tuple) else (index, None)
+        image, label = self._read(max(0, number))
+        if self.transform is not None:
+            with nullcontext() if place is None else _random_numbers(self.seed, place):
+                image = self.transform(image)
+        return image, label if number >= 0 else NO_LABEL
 
     def _read(self, index: int) -> tuple[Image.Image, int]:
         for attempt in range(len(self)):
@@ -160,6 +169,31 @@ class CheckedImages(Dataset[tuple[Any, int]]):
             return str(self.reader.filename(index, absolute=True))
         except Exception:  # a reader without file names, or one that has to decode the image to know
             return f"number {index}"
+
+
+class _Placed(ShuffledBatches):
+    """Its batches, every number with its place in the run."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for numbers, places in zip(super().__iter__(), Batches.__iter__(self), strict=True):
+            yield list(zip(numbers, places, strict=True))
+
+
+@contextmanager
+def _random_numbers(*key: int) -> Iterator[None]:
+    """A context in which the random numbers of Python, numpy and torch follow from a key; those of the run go on
+    afterwards."""
+    before, of_numpy = random.getstate(), np.random.get_state()
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(of_numpy)
 
 
 @register(group="data", name="images")
@@ -271,7 +305,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         streamed = isinstance(found, IterableDataset)
         if streamed and labels:
             found.target_transform = labels.__getitem__
-        return found if streamed else CheckedImages(found, mode, self.corrupt, labels)
+        return found if streamed else CheckedImages(found, mode, self.corrupt, labels, self.seed)
 
     def _check_folders(self, name: str, root: Any, found: Any) -> None:
         """Refuses a folder or tar file without the split, of which timm takes the whole, and classes that are not side
@@ -341,7 +375,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         if isinstance(data, IterableDataset):
             return loader
         order = (
-            ShuffledBatches(len(data), self.batch_size, self.seed, self.place)
+            _Placed(len(data), self.batch_size, self.seed, self.place)
             if name == "train"
             else batches_in_order(len(data), self.batch_size, self.place)
         )
@@ -349,4 +383,5 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         return DataLoader(
             data, batch_sampler=order, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
             worker_init_fn=loader.worker_init_fn, persistent_workers=loader.persistent_workers,
+            generator=torch.Generator(),
         )  # fmt: skip

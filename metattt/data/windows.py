@@ -210,8 +210,9 @@ class WindowData(Data, takes=("context_length", "batch_size", "seed", "num_worke
         return self._loader(windows, batches_in_order(len(windows), self.batch_size, place))
 
     def _loader(self, windows: Any, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
-        # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off
+        # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off.
+        # A generator of its own: a seed for workers is else one of the run's random numbers, drawn anew after resuming
         return DataLoader(
             Windows(windows), batch_size=None, sampler=batches, num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            persistent_workers=self.num_workers > 0, generator=torch.Generator(),
         )  # fmt: skip

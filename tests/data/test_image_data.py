@@ -17,7 +17,7 @@ import pytest
 import timm.data
 import torch
 from PIL import Image
-from runs_for_tests import log
+from runs_for_tests import Killed, after_step, log
 from torch import Tensor
 
 from metattt.checkpoints.files import find_checkpoint
@@ -252,6 +252,26 @@ def settings(folder: Path, run: Path, *overrides: str) -> tuple[str, ...]:
 def test_a_folder_trains(folder: Path, tmp_path: Path) -> None:
     assert train(compose(*settings(folder, tmp_path / "run", "trainer.precision=bf16-mixed"))) == 0
     assert (tmp_path / "run" / "loss_curve.png").is_file()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_and_resumed_with_augmentation(workers: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crops, flips, RandAugment and mixup of a step, and a layer that draws, do not depend on when the run was begun."""
+    for file in folder.glob("train/*/*.png"):
+        Image.fromarray(np.random.default_rng(ord(file.stem)).integers(0, 256, (40, 40, 3), np.uint8)).save(file)
+    given = (f"data.num_workers={workers}", "callbacks.checkpoint.every_steps=1", "trainer.val_check_interval=1", "resume=auto")
+    for name in ("a", "b"):
+        command = compose(*settings(folder, tmp_path / name, *given))
+        if name == "b":
+            with monkeypatch.context() as patch:
+                after_step(patch, 2)
+                with pytest.raises(Killed):
+                    train(command)
+        train(command)
+    assert log(tmp_path / "a") == log(tmp_path / "b")
+    data = [on(ready(small(folder, augment="rand-m10-n2-p1", num_workers=count)), 0, 1) for count in (0, workers)]
+    for one, other in zip(*(each.train_dataloader() for each in data), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.slow
