@@ -177,7 +177,7 @@ def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not empty, with their numbers."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:  # some editors begin a file with a mark of UTF-8
         yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 

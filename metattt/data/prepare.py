@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,10 @@ def _stamp(given: Sequence[tuple[str, Any, Any, Any]]) -> str | None:
     """What tells the local files of the sources from others of these names, or from what they were before; None if they
     cannot be read."""
     try:
-        local = [find_files(source, key) for key, source, files, _ in given if _is_here(source, files)]
-        stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for found in local for file, _ in found]
+        local = [file for key, source, files, _ in given if _is_here(source, files) for file, _ in find_files(source, key)]
+        named = [[files] if isinstance(files, str) else files or () for _, _, files, _ in given]
+        local += [Path(file) for one in named for each in one for file in sorted(glob(str(each), recursive=True))]
+        stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in local]
     except (MetaTTTError, OSError):
         return None
     return xxhash.xxh3_128_hexdigest(repr(stamps).encode())

@@ -34,7 +34,7 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er" / "c.py").write_text("python")
     (tmp_path / "ignored.bin").write_text("no")
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "other": 1}\n')
+    (tmp_path / "d.jsonl").write_text('\ufeff{"text": "one"}\n\n{"text": "two", "other": 1}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["row", None, "last"]}), tmp_path / "e.parquet")
     found = {document.key: document.text.decode() for document in read_documents(str(tmp_path), "text")}
     assert found == {

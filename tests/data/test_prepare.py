@@ -149,6 +149,11 @@ def test_files_that_have_changed_and_files_of_both_splits(tmp_path: Path) -> Non
         assert [counts[split]["documents"] for split in ("train", "validation")] == [5, 1]
     (tmp_path / "2.txt").write_text("another")
     assert "have changed since target=" in refused(tmp_path, tmp_path / "apart", f"validation_source={tmp_path / '3.txt'}")
+    rows, given = tmp_path / "rows.json", (f"dataset_files={tmp_path}/*.json", "validation_fraction=0")
+    rows.write_text('{"text": "one"}\n')
+    assert run("json", tmp_path / "rows", *given) == 0
+    rows.write_text('{"text": "two"}\n{"text": "three"}\n')
+    assert "have changed since target=" in refused("json", tmp_path / "rows", *given)
 
 
 @pytest.mark.slow
