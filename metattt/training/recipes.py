@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from metattt.declared import Declared
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_number
 from metattt.optional import need
 from metattt.registry import register
 from metattt.setting import setting
@@ -95,6 +96,8 @@ def two(betas: Any) -> tuple[float, float]:
     """The decays of the first and the second moment; optimizers would take more numbers, and use two of them."""
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise MetaTTTError(f"training.betas={betas} is not allowed: give two numbers, training.betas=[0.9,0.95]")
+    for place, beta in enumerate(betas):
+        check_number(f"training.betas[{place}]", beta, least=0, below=1)
     return betas[0], betas[1]
 
 
@@ -124,9 +127,16 @@ class TimmRecipe(Declared):
     mixup: float = setting(default=0.0, least=0)
 
     def check_settings(self) -> None:
-        need("timm", extra="images", what="training=timm")
+        timm: Any = need("timm.optim", extra="images", what="training=timm")
         super().check_settings()
         self.betas = two(self.betas)
+        known = [one for one in timm.list_optimizers() if not timm.get_optimizer_info(one).second_order]
+        if (plain := self.name.lower().removeprefix("lookahead_")) not in known:
+            near = ", ".join(difflib.get_close_matches(plain, known) or ("adamw", "sgd", "lion"))
+            raise MetaTTTError(
+                f"training.optimizer={self.name} is not an optimizer of timm with first derivatives: set {near} or "
+                "another of timm.optim.list_optimizers()"
+            )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The outer optimizer; the model's `no_weight_decay` says what does not decay."""
