@@ -155,7 +155,8 @@ def _stamp(given: Sequence[tuple[str, Any, Any, Any]]) -> str | None:
     """What tells the local files of the sources from others of these names, or from what they were before; None if they
     cannot be read."""
     try:
-        local = [file for key, source, files, _ in given if _is_here(source, files) for file, _ in find_files(source, key)]
+        found = [find_files(source, key) for key, source, files, _ in given if _is_here(source, files)]
+        local = [file for one in found for file, _ in one]
         named = [[files] if isinstance(files, str) else files or () for _, _, files, _ in given]
         local += [Path(file) for one in named for each in one for file in sorted(glob(str(each), recursive=True))]
         stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in local]

@@ -118,7 +118,8 @@ def opened(cfg: DictConfig, first: bool, say: Callable[[str], None]) -> Iterator
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = "it is a file" if folder is not None and folder.is_file() else error.strerror
-        raise MetaTTTError(f"output_dir={folder or error.filename} cannot be used: {reason}; choose another folder") from error
+        place = folder or error.filename
+        raise MetaTTTError(f"output_dir={place} cannot be used: {reason}; choose another folder") from error
     with locked(folder, "a training run") if first else nullcontext():
         yield _start(cfg, folder, source, first, say)
 
