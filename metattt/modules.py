@@ -249,11 +249,12 @@ def normalize(x: Tensor, eps: float | None = None) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's over the last axis, which has a kernel on a GPU, and takes many passes over memory on a CPU."""
+    """torch's over the last axis, whose derivative has a kernel on a GPU, and takes many passes over memory on a
+    CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        on_cpu = x.device.type == "cpu" and x.dtype == self.weight.dtype
-        return normalize(x, self.eps) * self.weight if on_cpu else super().forward(x)
+        passes = torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == self.weight.dtype
+        return normalize(x, self.eps) * self.weight if passes else super().forward(x)
 
 
 def convolution(dim: int, width: int, bias: bool = True) -> CausalConv:
