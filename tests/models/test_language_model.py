@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models_for_tests import TOLERANCE, documents_are_apart, read_in_pieces
 from torch import Tensor
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
+from metattt.models.block import SwiGLU
 from metattt.models.language_model import LanguageModel
 
 LAYERS = ("ttt_linear", "ttt_mlp", "linear_attention", "attention", "delta_net", "nested_ttt")
@@ -85,3 +87,20 @@ def test_seed_and_stop() -> None:
     assert first == second and len(first) == 30
     stopped = [int(t) for t in generate(model, ids, 30, seed=3, stop=[first[4]])]
     assert stopped == first[: first.index(first[4]) + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gated_product_of_a_block(dtype: torch.dtype) -> None:
+    """Bit for bit as torch computes it, and a tensor less is kept; once, twice and forward differentiable."""
+    ffn = SwiGLU(6, 10).to(dtype)
+    x = torch.randn(2, 3, 6, dtype=dtype, requires_grad=True)
+    given, found, kept = (x, *ffn.parameters()), [], []
+    for function in (ffn, lambda x: ffn.down(F.silu(ffn.gate(x)) * ffn.up(x))):
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape[-1]) or one, lambda one: one):
+            y = function(x)
+        found.append((kept.count(10), y, *torch.autograd.grad(y.square().sum(), given)))
+        kept.clear()
+    (ours, *values), (torchs, *expected) = found
+    assert ours < torchs and all(map(torch.equal, values, expected))
+    if dtype == torch.float64:
+        assert torch.autograd.gradcheck(ffn, (x,), check_forward_ad=True) and torch.autograd.gradgradcheck(ffn, (x,))
