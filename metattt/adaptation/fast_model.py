@@ -287,6 +287,7 @@ def _chosen(
         raise MetaTTTError(
             f"fast={', '.join(unused) or fast} names no parameter that may learn: give one of {', '.join(CHOICES)}, or "
             f"patterns such as {next((name for name, one in model.named_parameters() if one.ndim == 2), '*')}"
+            f"{'; rank is for the matrices of linear maps: leave it out' if low_rank else ''}"
         )
     return places
 

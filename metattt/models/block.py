@@ -43,8 +43,8 @@ class SwiGLU(nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """`silu(a) ∘ b`, bit for bit as torch computes it, but `silu(a)` is not kept for the derivative: a third less memory
-    and fewer passes over it."""
+    """`silu(a) ∘ b`, bit for bit as torch computes it, but `silu(a)` is not kept for the derivative: a third less
+    memory, and fewer passes over it."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -238,7 +238,11 @@ class LanguageModel(Backbone):
         for tail in () if state is None else state.tails:
             shape = (len(ids), self.dim)  # type: ignore[arg-type]
             if tail is not None and (not isinstance(tail, Tensor) or tail.shape[::2] != shape):
-                raise MetaTTTError("the state is of another model or batch: start with state=None") from error
+                count = len(tail) if isinstance(tail, Tensor) else "no"
+                raise MetaTTTError(
+                    f"the state is of another model or batch (its sequences: {count}, those of ids: {shape[0]}): start "
+                    "with state=None, or choose and repeat its sequences with state.select"
+                ) from error
 
     def _require_causal(self) -> None:
         if not self.causal:
