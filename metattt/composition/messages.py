@@ -242,6 +242,9 @@ def _key_of_a_part(key: object) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    """An error and its causes. (With a debugger, OmegaConf makes circles of them.)"""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
         yield error
+        seen.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
