@@ -85,15 +85,12 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
     assert "128 positions of the model: lower context" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer=momentum", "with every token"),
-        ("fast=heads", "fast=heads names no parameter"),
-        ("audit=-1", "audit=-1"), ("batch_size=0", "batch_size=0"), ("data.max_tokens=1", "data.max_tokens=1"),
-        ("fast_weights=lora", "fast"),
-        ("data.path=???", "no texts are given: add data.path="),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("optimizer=momentum", "with every token"),
+    ("fast=heads", "fast=heads names no parameter"),
+    ("audit=-1", "audit=-1"), ("batch_size=0", "batch_size=0"), ("data.max_tokens=1", "data.max_tokens=1"),
+    ("fast_weights=lora", "fast"),
+    ("data.path=???", "no texts are given: add data.path="),
+])  # fmt: skip
 def test_mistakes_are_named(run: Path, override: str, message: str, told: Callable[..., str]) -> None:
     assert message in told("adapt", f"checkpoint={run / 'run'}", f"data.path={run / 'texts'}", override)

@@ -90,14 +90,11 @@ def test_the_row_that_the_page_shows(mine: Path, capsys: pytest.CaptureFixture[s
     assert "W_t = α_t W_{t−1} + S_t" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["family=delta rule"], "Did you mean family=delta rules?"),
-        (["layer=delta_nt"], "Did you mean `layer=delta_net`?"),
-        (["layer=delta_net", "family=delta rules"], "leave out one of them"),
-        (["learner=mlp", "learner.dpth=2"], "learner.depth"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["family=delta rule"], "Did you mean family=delta rules?"),
+    (["layer=delta_nt"], "Did you mean `layer=delta_net`?"),
+    (["layer=delta_net", "family=delta rules"], "leave out one of them"),
+    (["learner=mlp", "learner.dpth=2"], "learner.depth"),
+])  # fmt: skip
 def test_mistakes(overrides: list[str], expected: str, mine: Path, told: Callable[..., str]) -> None:
     assert expected in told("layers", *SIZE, *overrides)

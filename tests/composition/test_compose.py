@@ -10,12 +10,12 @@ import torch
 from compositions_for_tests import remembering
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from refusals_for_tests import refusal
 
 from metattt import build
 from metattt.composition import compose as composition
 from metattt.composition.compose import compose
 from metattt.composition.overrides import quote_free_text
-from metattt.errors import MetaTTTError
 
 SMALL = ("dim=16", "num_heads=2")
 
@@ -141,8 +141,7 @@ def test_a_choice_that_is_stored_and_in_no_file() -> None:
     store.store(group="learner", name="stored", node={"defaults": ["mlp", "_self_"], "expansion": 8.0})
     try:
         assert compose("learner=stored").learner.expansion == 8.0
-        with pytest.raises(MetaTTTError, match="`storde` is not a choice of learner"):
-            compose("learner=storde")
+        refusal(lambda: compose("learner=storde"), "`storde` is not a choice of learner")
     finally:
         del store.repo["learner"]
 

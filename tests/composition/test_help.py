@@ -34,17 +34,14 @@ def test_help_is_fast() -> None:
     fresh([], [code])
 
 
-@pytest.mark.parametrize(
-    ("job", "given"),
-    [
-        ("train", []),
-        ("train", ["layer=ttt_mlp", "learner=swiglu", "trainer=fsdp", "training=muon"]),
-        ("train", ["layer=titans_mag", "callbacks=inner_warmup", "logger=wandb"]),
-        ("train", ["layer=gated_delta_net", "block_style=plain", "preset=125m"]),
-        ("train", ["experiment=table1/linear_attention"]),
-        ("check", ["layer=longhorn"]),
-    ],
-)
+@pytest.mark.parametrize(("job", "given"), [
+    ("train", []),
+    ("train", ["layer=ttt_mlp", "learner=swiglu", "trainer=fsdp", "training=muon"]),
+    ("train", ["layer=titans_mag", "callbacks=inner_warmup", "logger=wandb"]),
+    ("train", ["layer=gated_delta_net", "block_style=plain", "preset=125m"]),
+    ("train", ["experiment=table1/linear_attention"]),
+    ("check", ["layer=longhorn"]),
+])  # fmt: skip
 def test_help_lists_the_keys_of_what_is_chosen(job: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """All of them, with the values that the command would take: Hydra is asked."""
     assert main([job, *given, "--help"]) == 0
@@ -155,16 +152,13 @@ def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.strip() == "8"
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("metattt tr", ["train"]),
-        ("metattt train layer=ttt_mlp learner.exp", ["learner.expansion="]),
-        ("metattt train -m seed=0,1 trainer.max_st", ["trainer.max_steps="]),
-        ("metattt train --config-dir my_files experiment=mi", ["experiment=mine"]),
-        ("metattt train --config-dir", None),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), [
+    ("metattt tr", ["train"]),
+    ("metattt train layer=ttt_mlp learner.exp", ["learner.expansion="]),
+    ("metattt train -m seed=0,1 trainer.max_st", ["trainer.max_steps="]),
+    ("metattt train --config-dir my_files experiment=mi", ["experiment=mine"]),
+    ("metattt train --config-dir", None),
+])  # fmt: skip
 def test_completion(
     line: str, expected: list[str] | None, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

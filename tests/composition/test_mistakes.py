@@ -83,17 +83,14 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
     refusal(lambda: compose(*typed.split()), expected)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ("layer=ttt_linear optimizer=append", "set optimizer=minibatch"),
-        ("learner=custom", "give learner._target_=package.Class"),
-        ("learner=custom learner._target_=nowhere.X", "`learner._target_=nowhere.X` cannot be imported: No module"),
-        ("learner=custom learner._target_=fractions.Fractoin", "fractions has no Fractoin. Did you mean `learner._target_=fractions.Frac"),
-        ("learner._target_=fractions.Fraction", "learner=custom has no settings but yours"),
-        ("learner=custom learner._target_=datetime.date", "datetime.date raised TypeError"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    ("layer=ttt_linear optimizer=append", "set optimizer=minibatch"),
+    ("learner=custom", "give learner._target_=package.Class"),
+    ("learner=custom learner._target_=nowhere.X", "`learner._target_=nowhere.X` cannot be imported: No module"),
+    ("learner=custom learner._target_=fractions.Fractoin", "fractions has no Fractoin. Did you mean `learner._target_=fractions.Frac"),
+    ("learner._target_=fractions.Fraction", "learner=custom has no settings but yours"),
+    ("learner=custom learner._target_=datetime.date", "datetime.date raised TypeError"),
+])  # fmt: skip
 def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None:
     """Words of Hydra are parsed here. They change with a release, and then these fail: "raised while composing config",
     "Error locating target", "Error in call to target" with an unexpected or missing argument, "full_key"."""
@@ -184,15 +181,12 @@ def test_a_module_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest
     assert one.kind is one.KEYWORD_ONLY and module.default is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "@register('learner', 'x')\nclass X(make_base()): ...\n",
-        "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = sum(SIZES)): ...\n",
-        "from nowhere_at_all import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
-        "class X(",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "@register('learner', 'x')\nclass X(make_base()): ...\n",
+    "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = sum(SIZES)): ...\n",
+    "from nowhere_at_all import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
+    "class X(",
+])  # fmt: skip
 def test_what_cannot_be_read_is_left_to_an_import(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module = f"unreadable_{abs(hash(text))}"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from refusals_for_tests import refusal
 from runs_for_tests import column, log, rows, steps
 
 import metattt
@@ -157,13 +158,10 @@ def test_saved_pictures_are_predicted_as_eval_scores_them(tmp_path: Path) -> Non
     assert model.pretrained_cfg.items() >= DigitsData.evaluation.items()
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "message"),
-    [
-        (None, "does not say how its images are resized and cropped"),
-        ({"crop_pct": 1e-9, "interpolation": "nearest"}, "does not describe how to resize and crop"),
-    ],
-)
+@pytest.mark.parametrize(("evaluation", "message"), [
+    (None, "does not say how its images are resized and cropped"),
+    ({"crop_pct": 1e-9, "interpolation": "nearest"}, "does not describe how to resize and crop"),
+])  # fmt: skip
 def test_a_run_that_does_not_say_how_its_images_were_made(
     runs: Path, pictures: Path, tmp_path: Path, evaluation: Any, message: str
 ) -> None:
@@ -219,10 +217,8 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
     of_dog = [one.probabilities[one.classes.index("dog")] for one in found if one.name.startswith("dog")]
     assert evaluated(*given)["run"].loss == pytest.approx(-np.log(of_dog).mean(), rel=1e-3)
     (tmp_path / "data" / "val" / "dog").rename(tmp_path / "data" / "val" / "fox")
-    with pytest.raises(MetaTTTError, match=r"class 'fox', which is not among those trained on \(cat, dog\)"):
-        evaluated(*given)
-    with pytest.raises(MetaTTTError, match="moved has no folder validation"):
-        evaluated(*given[:1], f"data.path={tmp_path / 'moved'}")
+    refusal(lambda: evaluated(*given), "class 'fox', which is not among those trained on (cat, dog)")
+    refusal(lambda: evaluated(*given[:1], f"data.path={tmp_path / 'moved'}"), "moved has no folder validation")
 
 
 def test_an_image_that_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,26 +262,22 @@ def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> N
     Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
     Image.fromarray(grey.astype(np.float32)).save(tmp_path / "32.tif")
     given = (f"checkpoint={runs / 'a'}", f"source={tmp_path}", f"output_dir={tmp_path / 'out'}")
-    with pytest.raises(MetaTTTError, match=r"32\.tif cannot be read \(floating-point grey has no known white"):
-        predicted(*given)
+    refusal(lambda: predicted(*given), "32.tif cannot be read (floating-point grey has no known white")
     one, other = predicted(*given, "corrupt=skip")
     assert [one.name, other.name] == ["16.png", "8.gif"] and one.probabilities == other.probabilities
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (("eval", "checkpoint={a}", "split=train"), "split=train is for text"),
-        (("eval", "checkpoint={a}", "data.path=/nowhere"), "data.path does not apply"),
-        (("eval", "checkpoint=[{a},{text}]"), "is a language model"),
-        (("eval", "checkpoint={text}", "data.validation_split=val"), "data.validation_split does not apply"),
-        (("predict", "checkpoint={text}", "source={a}"), "is a language model"),
-        (("predict", "checkpoint={a}"), "no pictures are given"),
-        (("predict", "checkpoint={a}", "source=/nowhere"), "does not exist"),
-        (("predict", "checkpoint={a}", "source={a}/checkpoints"), "holds no pictures"),
-        (("predict", "checkpoint={a}", "source={a}", "top=0"), "top=0 is not allowed"),
-        (("generate", "checkpoint={a}"), "model for images"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    (("eval", "checkpoint={a}", "split=train"), "split=train is for text"),
+    (("eval", "checkpoint={a}", "data.path=/nowhere"), "data.path does not apply"),
+    (("eval", "checkpoint=[{a},{text}]"), "is a language model"),
+    (("eval", "checkpoint={text}", "data.validation_split=val"), "data.validation_split does not apply"),
+    (("predict", "checkpoint={text}", "source={a}"), "is a language model"),
+    (("predict", "checkpoint={a}"), "no pictures are given"),
+    (("predict", "checkpoint={a}", "source=/nowhere"), "does not exist"),
+    (("predict", "checkpoint={a}", "source={a}/checkpoints"), "holds no pictures"),
+    (("predict", "checkpoint={a}", "source={a}", "top=0"), "top=0 is not allowed"),
+    (("generate", "checkpoint={a}"), "model for images"),
+])  # fmt: skip
 def test_refusals_are_a_line_or_two(runs: Path, command: tuple[str, ...], message: str, told: Callable[..., str]) -> None:
     assert message in told(*(word.format(a=runs / "a", text=runs / "text") for word in command))

@@ -61,18 +61,15 @@ def test_a_prompt_from_standard_input(
     assert found[0] == found[1] and found[0].startswith("abc 1")
 
 
-@pytest.mark.parametrize(
-    ("words", "content", "message"),
-    [
-        (("prompts=-",), b"\n \n", "holds no prompts"),
-        (("prompt=-",), b"\xff", "not UTF-8"),
-        (("prompts=-", "prompt=x"), b"y", "give one of them"),
-        (("prompts={file}",), b'{"prompt": 3}', "has no text under `prompt`"),
-        (("prompts={file}",), b"{", "is damaged"),
-        (("prompts={file}",), b'{"prompt": "\\ud800"}', "has an invalid character"),
-        (("prompts=-", "output=/nowhere/x.jsonl"), b"x", "/nowhere/x.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("words", "content", "message"), [
+    (("prompts=-",), b"\n \n", "holds no prompts"),
+    (("prompt=-",), b"\xff", "not UTF-8"),
+    (("prompts=-", "prompt=x"), b"y", "give one of them"),
+    (("prompts={file}",), b'{"prompt": 3}', "has no text under `prompt`"),
+    (("prompts={file}",), b"{", "is damaged"),
+    (("prompts={file}",), b'{"prompt": "\\ud800"}', "has an invalid character"),
+    (("prompts=-", "output=/nowhere/x.jsonl"), b"x", "/nowhere/x.jsonl"),
+])  # fmt: skip
 def test_refusals_are_a_line(
     finished: Path, tmp_path: Path, words: tuple[str, ...], content: bytes, message: str, monkeypatch: pytest.MonkeyPatch,
     told: Callable[..., str],

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hf_for_tests import LAYERS, made, write_made, write_published
 from omegaconf import OmegaConf
+from refusals_for_tests import refusal
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -311,15 +312,12 @@ def test_the_cache(model: MetaTTTForCausalLM) -> None:
     torch.testing.assert_close(found, wanted)
     cache.batch_select_indices(torch.tensor([False, True]))
     assert cache.batch_size == 1
-    with pytest.raises(MetaTTTError, match="cannot be taken back"):
-        cache.crop(1)
-    with pytest.raises(MetaTTTError, match="no keys and values"):
-        cache.update(ids, ids, 0)
+    refusal(lambda: cache.crop(1), "cannot be taken back")
+    refusal(lambda: cache.update(ids, ids, 0), "no keys and values")
     cache.crop(0)
     cache.reset()
     assert (cache.batch_size, len(cache), cache.get_seq_length(), cache.state) == (-1, 0, 0, None)
-    with pytest.raises(MetaTTTError, match="expected a LanguageModelState"):
-        MetaTTTCache(ids)  # type: ignore[arg-type]
+    refusal(lambda: MetaTTTCache(ids), "expected a LanguageModelState")  # type: ignore[arg-type]
 
 
 def test_calls(model: MetaTTTForCausalLM) -> None:
@@ -419,8 +417,7 @@ def test_a_class_of_the_users_needs_his_word(tmp_path: Path, monkeypatch: pytest
     export = ["export", f"source={tmp_path / 'model'}", f"target={tmp_path / 'out'}"]
     assert main(export) == 2 and not (tmp_path / "out").exists()
     assert main([*export, "trust=own_learner"]) == 0
-    with pytest.raises(MetaTTTError, match="add trust=own_learner"):
-        load(tmp_path / "out")
+    refusal(lambda: load(tmp_path / "out"), "add trust=own_learner")
     changed(tmp_path / "out", tmp_path / "sly", put("trust", ["own_learner"]))
     with pytest.raises(MetaTTTError, match="add trust=own_learner"):  # a file cannot give it
         load(tmp_path / "sly")
@@ -474,12 +471,10 @@ def test_mistakes_are_one_line(words: list[str], message: str, sources: Path, to
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(MetaTTTError, match="for images"):
-        MetaTTTConfig.of(OmegaConf.create({"model": {"img_size": 8}}))
+    refusal(lambda: MetaTTTConfig.of(OmegaConf.create({"model": {"img_size": 8}})), "for images")
     model = made("model.num_layers=1")[0]
     other = made("model.num_layers=2")[1]
-    with pytest.raises(MetaTTTError, match="of another model"):
-        MetaTTTForCausalLM.of(model, other)  # type: ignore[arg-type]
+    refusal(lambda: MetaTTTForCausalLM.of(model, other), "of another model")  # type: ignore[arg-type]
 
 
 def test_an_export_that_is_stopped_leaves_nothing(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,5 +513,4 @@ def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
     files[0].unlink()
     with pytest.raises((MetaTTTError, OSError)):
         load(tmp_path)
-    with pytest.raises(MetaTTTError, match="names files that do not exist"):
-        metattt.load_model(tmp_path)
+    refusal(lambda: metattt.load_model(tmp_path), "names files that do not exist")

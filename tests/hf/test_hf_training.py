@@ -195,16 +195,13 @@ def test_only_the_adapter_has_gradients_through_the_inner_loop(model: MetaTTTFor
         assert moved == ("lora_" in name), name
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("LoraConfig", {"target_modules": ["embedding"]}, "an adapter on `embedding` cannot be merged"),
-        ("LoraConfig", {"target_modules": ["head"]}, "an adapter on `head` cannot be merged"),
-        ("PrefixTuningConfig", {"num_virtual_tokens": 3}, "past_key_values is a DynamicCache.*\n.*prefix tuning"),
-        ("PromptTuningConfig", {"num_virtual_tokens": 3}, "inputs_embeds is not supported.*\n.*prompt tuning"),
-        ("PromptEncoderConfig", {"num_virtual_tokens": 3}, "inputs_embeds is not supported.*\n.*prompt tuning"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("LoraConfig", {"target_modules": ["embedding"]}, "an adapter on `embedding` cannot be merged"),
+    ("LoraConfig", {"target_modules": ["head"]}, "an adapter on `head` cannot be merged"),
+    ("PrefixTuningConfig", {"num_virtual_tokens": 3}, "past_key_values is a DynamicCache.*\n.*prefix tuning"),
+    ("PromptTuningConfig", {"num_virtual_tokens": 3}, "inputs_embeds is not supported.*\n.*prompt tuning"),
+    ("PromptEncoderConfig", {"num_virtual_tokens": 3}, "inputs_embeds is not supported.*\n.*prompt tuning"),
+])  # fmt: skip
 def test_adapters_that_do_not_fit(name: str, settings: dict[str, Any], message: str, model: MetaTTTForCausalLM) -> None:
     peft = pytest.importorskip("peft")
     tuned = peft.get_peft_model(model, getattr(peft, name)(task_type="CAUSAL_LM", **settings))

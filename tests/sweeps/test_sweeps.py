@@ -160,18 +160,15 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
 # -- what is refused, before anything runs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("layer=ttt_mlp,ttt_mpl", "`ttt_mpl` is not a choice of layer. Did you mean `layer=ttt_mlp`?"),
-        ("layer=glob(zz*)", "fits none of the choices of layer: atlas, attention, "),
-        ("seed=interval(0,1)", "add hydra/sweeper=optuna, or name values, seed=a,b"),
-        ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
-        ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
-        ("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?"),
-        ("hydra.sweep.dir=run", "hydra.sweep.dir=run holds a run: choose another folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("layer=ttt_mlp,ttt_mpl", "`ttt_mpl` is not a choice of layer. Did you mean `layer=ttt_mlp`?"),
+    ("layer=glob(zz*)", "fits none of the choices of layer: atlas, attention, "),
+    ("seed=interval(0,1)", "add hydra/sweeper=optuna, or name values, seed=a,b"),
+    ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
+    ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
+    ("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?"),
+    ("hydra.sweep.dir=run", "hydra.sweep.dir=run holds a run: choose another folder"),
+])  # fmt: skip
 def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "run").mkdir()
     (here / "run" / "run.yaml").touch()

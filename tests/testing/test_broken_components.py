@@ -207,14 +207,11 @@ def test_a_sensitive_rule_does_not_excuse_a_fault(law: str, learner: Any, task: 
     assert LAWS[law].judge(Specimen(learner, task, orthogonal)).failed
 
 
-@pytest.mark.parametrize(
-    ("law", "choice", "reason"),
-    [
-        ("forms_float32", "layer=lact", r"form=primal itself loses .*e-0. in float32, 4 times that is allowed"),
-        ("precision_outputs", "layer=lact", "to bf16 alone moves outputs by .*, 4 times"),
-        ("precision_outputs", "layer=ttt_linear", "^$"),
-    ],
-)
+@pytest.mark.parametrize(("law", "choice", "reason"), [
+    ("forms_float32", "layer=lact", r"form=primal itself loses .*e-0. in float32, 4 times that is allowed"),
+    ("precision_outputs", "layer=lact", "to bf16 alone moves outputs by .*, 4 times"),
+    ("precision_outputs", "layer=ttt_linear", "^$"),
+])  # fmt: skip
 def test_a_wider_bound_has_a_reason(law: str, choice: str, reason: str) -> None:
     cfg = compose(choice, "dim=16", "num_heads=2", job="check")
     verdict = LAWS[law].judge(specimen_of(cfg))
@@ -272,14 +269,11 @@ def test_a_broken_component_fails_its_class() -> None:
         Broken().test_causality()
 
 
-@pytest.mark.parametrize(
-    ("law", "optimizer", "reason"),
-    [
-        ("splits", lambda: GradientDescent(4, read="block"), "read=block shows a query tokens"),
-        ("causality", lambda: GradientDescent(4, read="final"), "read=final is not causal"),
-        ("limits", lambda: GradientDescent(4, read="previous", steps=2), "steps=2"),
-    ],
-)
+@pytest.mark.parametrize(("law", "optimizer", "reason"), [
+    ("splits", lambda: GradientDescent(4, read="block"), "read=block shows a query tokens"),
+    ("causality", lambda: GradientDescent(4, read="final"), "read=final is not causal"),
+    ("limits", lambda: GradientDescent(4, read="previous", steps=2), "steps=2"),
+])  # fmt: skip
 def test_laws_that_do_not_apply_say_why(law: str, optimizer: Callable[[], InnerOptimizer], reason: str) -> None:
     with pytest.raises(NotApplicable, match=reason):
         LAWS[law].judge(specimen(optimizer))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals_for_tests import refusal
 from runs_for_tests import Killed, after_step, assert_equal, kill, log, steps, tiny
 
 from metattt.checkpoints import rolling
@@ -94,18 +95,15 @@ def send(monkeypatch: pytest.MonkeyPatch, number: int, step: int, hook: str = "t
     monkeypatch.setattr(LanguageModeling, hook, interrupted)
 
 
-@pytest.mark.parametrize(
-    ("variant", "number", "step", "hook"),
-    [
-        ("plain", signal.SIGINT, 0, "training_step"),
-        ("plain", signal.SIGTERM, 3, "training_step"),  # a checkpoint at a validation
-        ("plain", signal.SIGUSR1, 6, "training_step"),
-        ("plain", signal.SIGTERM, 4, "validation_step"),  # in the middle of one
-        ("plain", signal.SIGINT, 6, "validation_step"),  # where a checkpoint was due
-        ("accumulated", signal.SIGTERM, 4, "training_step"),
-        ("accumulated", signal.SIGINT, 2, "validation_step"),
-    ],
-)
+@pytest.mark.parametrize(("variant", "number", "step", "hook"), [
+    ("plain", signal.SIGINT, 0, "training_step"),
+    ("plain", signal.SIGTERM, 3, "training_step"),  # a checkpoint at a validation
+    ("plain", signal.SIGUSR1, 6, "training_step"),
+    ("plain", signal.SIGTERM, 4, "validation_step"),  # in the middle of one
+    ("plain", signal.SIGINT, 6, "validation_step"),  # where a checkpoint was due
+    ("accumulated", signal.SIGTERM, 4, "training_step"),
+    ("accumulated", signal.SIGINT, 2, "validation_step"),
+])  # fmt: skip
 def test_a_signal_stops_between_two_steps_and_resume_is_exact(
     variant: str, number: int, step: int, hook: str, corpus: Path, undisturbed: dict[str, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -161,8 +159,7 @@ def test_killed_between_the_last_checkpoint_and_the_last_validation(
     assert log(run) == log(whole) and "bits per byte" in capsys.readouterr().out
     assert train(eight(corpus, run, *settings, "resume=auto")) == 0
     assert "is complete at step 8: to train on, add trainer.max_steps" in capsys.readouterr().out
-    with pytest.raises(MetaTTTError, match="complete at step 8"):
-        train(compose(f"resume={run}"))
+    refusal(lambda: train(compose(f"resume={run}")), "complete at step 8")
     assert log(run) == log(whole)
 
 
@@ -282,8 +279,7 @@ def test_the_newest_good_one_is_taken_and_said(
     assert log(copied) == log(finished)
     for path in (newest, older):
         damage(path)
-    with pytest.raises(MetaTTTError, match=r"no checkpoint of .* can be used, of 2"):
-        train(compose(f"resume={copied}"))
+    refusal(lambda: train(compose(f"resume={copied}")), "no checkpoint of ", " can be used, of 2")
     assert steps(copied) == [8, 6]
 
 
@@ -335,15 +331,12 @@ def test_a_run_that_was_stopped_early_is_complete(corpus: Path, tmp_path: Path, 
     assert steps(tmp_path / "run") == [2]
 
 
-@pytest.mark.parametrize(
-    ("content", "kept"),
-    [
-        (b"", 0),
-        (b"\x00\xff\xfe garbage \n\n,,,\n", 0),
-        (b"step,train/loss\n1,2.0\nno number,3.0\n2,1.0\n", 2),
-        (b"step,train/loss\n1,2.0\n2,1.0\n3", 2),  # a kill
-    ],
-)
+@pytest.mark.parametrize(("content", "kept"), [
+    (b"", 0),
+    (b"\x00\xff\xfe garbage \n\n,,,\n", 0),
+    (b"step,train/loss\n1,2.0\nno number,3.0\n2,1.0\n", 2),
+    (b"step,train/loss\n1,2.0\n2,1.0\n3", 2),  # a kill
+])  # fmt: skip
 def test_a_damaged_log_does_not_keep_a_run_from_going_on(
     content: bytes, kept: int, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

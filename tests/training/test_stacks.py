@@ -43,15 +43,12 @@ def make(*overrides: str) -> LanguageModel:
 # -- the pattern -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pattern", "learners"),
-    [
-        ("model.blocks=[ttt_mlp,ttt_mlp,window_attention]", "MLP MLP KernelEstimator MLP MLP"),
-        ("model.blocks=ttt_mlp*3+attention", "MLP MLP MLP KernelEstimator MLP"),
-        ("model.blocks='ttt_linear + delta_net'", "Linear LinearMap Linear LinearMap Linear"),
-        ("model=ttt_hybrid", "MLP MLP MLP KernelEstimator MLP"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "learners"), [
+    ("model.blocks=[ttt_mlp,ttt_mlp,window_attention]", "MLP MLP KernelEstimator MLP MLP"),
+    ("model.blocks=ttt_mlp*3+attention", "MLP MLP MLP KernelEstimator MLP"),
+    ("model.blocks='ttt_linear + delta_net'", "Linear LinearMap Linear LinearMap Linear"),
+    ("model=ttt_hybrid", "MLP MLP MLP KernelEstimator MLP"),
+])  # fmt: skip
 def test_a_pattern_is_repeated_to_the_depth(pattern: str, learners: str) -> None:
     model = make(*SMALL, "model.num_layers=5", pattern)
     found = [type(block.layer.learner).__name__ for block in model.blocks]  # type: ignore[union-attr]
@@ -91,8 +88,7 @@ def test_from_python() -> None:
     for wrong in ({}, {"layer": mlp, "blocks": [mlp]}, *({"blocks": one} for one in ([], "ttt_mlp", [mlp()], [mlp] * 6))):
         with pytest.raises(MetaTTTError):
             LanguageModel(31, 16, 5, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(MetaTTTError, match="the layer of block 0 is a int: it must be a torch"):
-        LanguageModel(31, 16, 1, blocks=[lambda: 3])
+    refusal(lambda: LanguageModel(31, 16, 1, blocks=[lambda: 3]), "the layer of block 0 is a int: it must be a torch")
 
 
 def test_the_name_of_a_run_and_the_parts_that_it_has_not() -> None:

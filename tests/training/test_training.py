@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals_for_tests import refusal
 from runs_for_tests import TINY, after_step, column, log, steps, tiny
 
 from metattt.checkpoints.folder import write_checkpoint
@@ -52,8 +53,7 @@ def test_a_signal_that_is_ignored_stays_ignored(corpus: Path, tmp_path: Path, mo
 def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(tiny(corpus, run, "trainer.max_steps=2", "trainer.accumulate_grad_batches=2")) == 0
-    with pytest.raises(MetaTTTError, match=r"complete at step 2.*trainer\.max_steps"):
-        train(compose(f"resume={run}"))
+    refusal(lambda: train(compose(f"resume={run}")), "complete at step 2", "trainer.max_steps")
     repeated = (*TINY, f"data.path={corpus}")  # what the run has already may be said again
     last = run / "checkpoints" / "step-00000002"
     assert train(compose(f"resume={last}", "trainer.max_steps=5", "+trainer.min_steps=1", *repeated)) == 0
@@ -67,8 +67,7 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
         with pytest.raises(MetaTTTError, match="cannot be read as a checkpoint"):
             load_model(tmp_path / name)
     torch.save([torch.zeros(2)], tmp_path / "list.ckpt")
-    with pytest.raises(MetaTTTError, match="not a checkpoint of metattt train"):
-        train(compose(f"resume={tmp_path / 'list.ckpt'}"))
+    refusal(lambda: train(compose(f"resume={tmp_path / 'list.ckpt'}")), "not a checkpoint of metattt train")
     (tmp_path / "nothing").mkdir()
     for path in (tmp_path / "missing", tmp_path / "nothing"):
         with pytest.raises(MetaTTTError, match="no checkpoint"):
@@ -76,8 +75,7 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
     content = read_checkpoint(finished)
     content["state_dict"].popitem()
     write_checkpoint(tmp_path / "other", content)
-    with pytest.raises(MetaTTTError, match="does not fit"):
-        load_model(tmp_path / "other")
+    refusal(lambda: load_model(tmp_path / "other"), "does not fit")
 
 
 def test_eval_agrees_with_the_validation_of_the_run(finished: Path, tmp_path: Path) -> None:
@@ -141,8 +139,7 @@ def test_counts_that_are_listed_are_those_of_a_table(monkeypatch: pytest.MonkeyP
         assert np.array_equal(table.nats(validation, order), listed.nats(validation, order))
     assert np.array_equal(listed.nats(validation, 2), NGram(5, 2).fit(train).nats(validation))
     assert not np.array_equal(listed.nats(validation, 2), listed.nats(validation, 3))
-    with pytest.raises(MetaTTTError, match="order 8 over 257"):
-        NGram(257, 8)
+    refusal(lambda: NGram(257, 8), "order 8 over 257")
 
 
 @pytest.mark.parametrize(("layer", "panels"), [("delta_net", 2), ("attention", 1)])

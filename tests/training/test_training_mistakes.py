@@ -22,23 +22,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("training=timm", "TimmRecipe is for images: set training=adamw"),
-        ("model.vocab_size=256", "set model.vocab_size=257"),
-        ("trainer.max_steps=0", "trainer.max_steps=0 is not allowed: it must be at least 1: a run is counted in steps"),
-        ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is not allowed: it must be at least 1"),
-        ("output_dir=file", "output_dir=file cannot be used: it is a file"),
-        ("training.betas=[0.9,1.5]", "training.betas[1]=1.5 is not allowed: it must be at least 0 and below 1"),
-        ("training=timm training.optimizer=adamW2", "training.optimizer=adamW2 is not an optimizer of timm"),
-        ("data.path=nowhere", "data.path="),
-        ("resume=", "`resume=''` has no value"),
-        ("resume=auto output_dir=null", "add output_dir=<folder>"),
-        ("resume=auto overwrite=true", "give one of them"),
-        ("resume=nothing", "does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ("training=timm", "TimmRecipe is for images: set training=adamw"),
+    ("model.vocab_size=256", "set model.vocab_size=257"),
+    ("trainer.max_steps=0", "trainer.max_steps=0 is not allowed: it must be at least 1: a run is counted in steps"),
+    ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is not allowed: it must be at least 1"),
+    ("output_dir=file", "output_dir=file cannot be used: it is a file"),
+    ("training.betas=[0.9,1.5]", "training.betas[1]=1.5 is not allowed: it must be at least 0 and below 1"),
+    ("training=timm training.optimizer=adamW2", "training.optimizer=adamW2 is not an optimizer of timm"),
+    ("data.path=nowhere", "data.path="),
+    ("resume=", "`resume=''` has no value"),
+    ("resume=auto output_dir=null", "add output_dir=<folder>"),
+    ("resume=auto overwrite=true", "give one of them"),
+    ("resume=nothing", "does not exist"),
+])  # fmt: skip
 def test_one_line(given: str, expected: str, here: Path, told: Callable[..., str]) -> None:
     before = set(here.iterdir())
     error = told("train", *TINY, "trainer.max_steps=1", "data.path=text", "output_dir=run", *given.split())
