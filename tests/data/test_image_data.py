@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import timm.data
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from refusals_for_tests import refusal
 from runs_for_tests import Killed, after_step, log
@@ -47,12 +48,10 @@ def png(value: int) -> bytes:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Train and validation images; the n-th training image has the shade 10 n."""
-    for split in ("train", "validation"):
-        for kind, name in enumerate(("cat", "dog")):
-            place = tmp_path / "images" / split / name
-            place.mkdir(parents=True)
-            for index in range(COUNT):
-                (place / f"{index}.png").write_bytes(png(10 * (kind * COUNT + index)))
+    for split, kind, index in itertools.product(("train", "validation"), (0, 1), range(COUNT)):
+        place = tmp_path / "images" / split / ("cat", "dog")[kind]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{index}.png").write_bytes(png(10 * (kind * COUNT + index)))
     return tmp_path / "images"
 
 
@@ -63,6 +62,10 @@ def small(folder: Path, **options: object) -> ImageData:
 def ready(data: ImageData) -> ImageData:
     data.setup()
     return data
+
+
+def refused(folder: Path, *words: str, **options: object) -> None:
+    refusal(lambda: ready(small(folder, **options)), *words)
 
 
 def shades(images: Tensor) -> list[int]:
@@ -142,8 +145,8 @@ def test_every_kind_of_image_file_is_read(dataset: str, folder: Path) -> None:
     assert shades(next(iter(data.val_dataloader()))[0]) == list(range(8))
     for kind, message in (("int32", "32-bit grey"), ("float32", "floating-point grey")):
         Image.fromarray(np.zeros((20, 30), kind)).save(place / "0.tif")
-        with pytest.raises(MetaTTTError, match=rf"cat/0\.tif cannot be read \({message} has no known white"):
-            list(ready(small(folder, dataset=dataset)).val_dataloader())
+        data = small(folder, dataset=dataset)
+        refusal(lambda data=data: list(ready(data).val_dataloader()), f"cat/0.tif cannot be read ({message} has no known white")
 
 
 def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
@@ -161,15 +164,9 @@ def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
         batches = list(data.train_dataloader())
         assert sorted(shade for images, _ in batches for shade in shades(images)) == list(range(2 * COUNT))
     assert [len(labels) for _, labels in data.val_dataloader()] == [5, 5]
-    run = tmp_path / "run"
-    code = main(
-        [
-            "train", "experiment=imagenet_pixel/mttt_linear", *SMALL, f"data.path={tmp_path}", "data.dataset=wds/own", "data.img_size=8",
-            *(f"data.{key}={value}" for key, value in splits.items()), "model.img_size=8", "data.batch_size=5", "data.num_workers=1",
-            "trainer.max_steps=5", "training.warmup_steps=1", f"output_dir={run}", "model.num_classes=2",
-        ]
-    )  # fmt: skip
-    assert code == 0 and find_checkpoint(run).exists()  # five steps are three passes
+    given = ("data.dataset=wds/own", *(f"data.{key}={value}" for key, value in splits.items()), "data.num_workers=1")
+    assert main(["train", *settings(tmp_path, tmp_path / "run", *given, "trainer.max_steps=6")]) == 0  # three passes
+    assert find_checkpoint(tmp_path / "run").exists()
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -223,20 +220,16 @@ def test_mixup_mixes_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     module, seen = ImageClassification(model, TimmRecipe(mixup=0.2), {}), {}
     module.trainer = SimpleNamespace(accumulate_grad_batches=2)  # type: ignore[assignment]
     model.register_forward_pre_hook(lambda _, args: seen.update(images=args[0]))
-    cross_entropy = torch.nn.functional.cross_entropy
-    monkeypatch.setattr(
-        "torch.nn.functional.cross_entropy",
-        lambda logits, labels, **how: seen.update(labels=labels) or cross_entropy(logits, labels, **how),
-    )
+    plain = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda y, labels, **how: seen.update(labels=labels) or plain(y, labels, **how))
     np.random.seed(2)
     images, labels = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])
     module.training_step((images.clone(), labels), 0)
     share = seen["labels"][0, 0]
     assert 0 < share < 1
     torch.testing.assert_close(seen["images"], share * images + (1 - share) * images.flip(0))
-    torch.testing.assert_close(
-        seen["labels"], (share * torch.eye(10)[labels] + (1 - share) * torch.eye(10)[labels.flip(0)])
-    )
+    one_hot = F.one_hot(labels, 10)
+    torch.testing.assert_close(seen["labels"], share * one_hot + (1 - share) * one_hot.flip(0))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -299,9 +292,8 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 def test_a_corrupt_file_is_named(folder: Path, workers: int) -> None:
     broken = folder / "train" / "dog" / "1.png"
     broken.write_bytes(broken.read_bytes()[:50])
-    with pytest.raises(MetaTTTError, match=r"dog/1\.png cannot be read .*data\.corrupt=skip") as error:
-        list(ready(small(folder, batch_size=10, num_workers=workers)).train_dataloader())
-    assert len(str(error.value).splitlines()) == 1
+    data = ready(small(folder, batch_size=10, num_workers=workers))
+    refusal(lambda: list(data.train_dataloader()), "dog/1.png cannot be read ", "data.corrupt=skip", lines=1)
     with pytest.warns(UserWarning, match=r"dog/1\.png cannot be read"):
         found = shades(next(iter(ready(small(folder, batch_size=10, corrupt="skip")).train_dataloader()))[0])
     assert sorted(found) == [0, 1, 2, 3, 4, 5, 7, 7, 8, 9]
@@ -316,8 +308,7 @@ def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
         "fewer than data.batch_size=11": small(folder, batch_size=11),
     }
     for message, data in cases.items():
-        with pytest.raises(MetaTTTError, match=message):
-            data.setup()
+        refusal(data.setup, message)
     for options in ({"in_chans": 2}, {"min_area": 0.0}, {"img_size": 0}, {"corrupt": "ignore"}):
         with pytest.raises(MetaTTTError):
             small(folder, **options)
@@ -325,12 +316,11 @@ def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 def test_a_split_is_never_the_whole_folder(dataset: str, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(MetaTTTError, match=r"has no folder vall \(it has train, validation\): .*validation_split="):
-        ready(small(folder, dataset=dataset, validation_split="vall"))
+    message = "has no folder vall (it has train, validation): "
+    refused(folder, message, "validation_split=", dataset=dataset, validation_split="vall")
     train, held_out = folder / "train", folder / "validation"
-    for options in ({}, {"validation_path": str(train)}):
-        with pytest.raises(MetaTTTError, match=r"has no folder train \(it has cat, dog\): .* data.validation_path="):
-            ready(small(train, dataset=dataset, **options))
+    for given in ({}, {"validation_path": str(train)}):
+        refused(train, "has no folder train (it has cat, dog): ", " data.validation_path=", dataset=dataset, **given)
     data = ready(small(train, dataset=dataset, validation_path=str(held_out)))  # the folders of the classes themselves
     assert "10 images to train, 10 to validate" in data.describe()
     held_out.rename(folder / "held_out")
@@ -339,17 +329,14 @@ def test_a_split_is_never_the_whole_folder(dataset: str, folder: Path, tmp_path:
 
 
 def test_folders_in_the_folder_of_a_class(folder: Path, tmp_path: Path) -> None:
-    for split in ("train", "validation"):
-        for name in ("cat", "dog"):
-            place = folder / split / name
-            place.rename(folder / "2020")
-            place.mkdir()
-            (folder / "2020").rename(place / "2020")
+    for place in sorted(folder.glob("*/*")):
+        place.rename(folder / "2020")
+        place.mkdir()
+        (folder / "2020").rename(place / "2020")
     with tarfile.open(tmp_path / "all.tar", "w") as archive:
         archive.add(folder, "")
     for data in (small(folder), small(tmp_path / "all.tar", validation_path=str(folder))):
-        with pytest.raises(MetaTTTError, match=r"in folders of .*train/cat and of .*/dog: .*torch/image_folder"):
-            data.setup()
+        refusal(data.setup, "in folders of ", "train/cat and of ", "/dog: ", "torch/image_folder")
     assert ready(small(folder, dataset="torch/image_folder")).class_names == ["cat", "dog"]
 
 

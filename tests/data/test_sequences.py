@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from metattt.data.digits import DigitsData
 from metattt.data.in_context import InContextData
 from metattt.data.recall import RecallData
 from metattt.data.sequences import NO_LABEL, PARTS, SequenceData, home_of
-from metattt.errors import MetaTTTError
 from metattt.evaluation import sequences
 from metattt.evaluation.evaluate import evaluate
 from metattt.measures.labelled import answers, losses_and_hits
@@ -43,10 +43,8 @@ class Constant(RecallData):
         return super().draw(np.random.default_rng(0))
 
 
-def answer(ids: np.ndarray, place: int, list_length: int) -> int:
-    """The value that was last written under the key at a place."""
-    written = [ids[i + 1] for i in range(0, list_length, 2) if ids[i] == ids[place]]
-    return int(written[-1])
+def evaluated(run: Path, *overrides: str) -> Any:
+    return evaluate(compose(f"checkpoint={run}", *overrides, "device=cpu", job="eval"))[run.name]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -59,9 +57,9 @@ def test_every_key_is_asked_once_and_its_last_value_is_the_label(overwrite: bool
         keys, values = ids[: data.list_length : 2], ids[1 : data.list_length : 2]
         assert sorted(ids[asked]) == sorted(set(keys)) and len(asked) == 5 and (asked % 2 == 0).all()
         assert keys.min() >= 1 and keys.max() < 12 <= values.min() and asked.min() >= data.list_length
-        for place in asked:
-            assert labels[place] == answer(ids, place, data.list_length)
-            first_ones += int(labels[place] == values[list(keys).index(ids[place])])
+        for place in asked:  # the label is what was last written under the key
+            assert labels[place] == values[keys == ids[place]][-1]
+            first_ones += int(labels[place] == values[keys == ids[place]][0])
     assert first_ones == (0 if overwrite else 200)  # the first value of a key is never its last one there
 
 
@@ -69,12 +67,10 @@ def test_every_key_is_asked_once_and_its_last_value_is_the_label(overwrite: bool
 def test_splits_share_no_sequence_whatever_the_seed(data: SequenceData) -> None:
     """Of recall there are 3 · 4 · 8 different ones, so that all of them occur."""
     found: dict[str, set[bytes]] = {part: set() for part in PARTS}
-    for seed in (0, 1):
-        data.seed = seed
-        for part in PARTS:
-            found[part] |= {data.sequence(part, index)[0].tobytes() for index in range(150)}
+    for data.seed, part in itertools.product((0, 1), PARTS):
+        found[part] |= {data.sequence(part, index)[0].tobytes() for index in range(150)}
     assert all(home_of(content) == part for part in PARTS for content in found[part]) and all(map(len, found.values()))
-    assert not (found["train"] & found["validation"] or found["train"] & found["test"] or found["validation"] & found["test"])
+    assert not any(one & other for one, other in itertools.combinations(found.values(), 2))
 
 
 def test_a_sequence_is_a_function_of_split_seed_and_number() -> None:
@@ -98,10 +94,8 @@ def test_training_goes_on_with_the_batch_it_would_have_seen_and_processes_share_
 
 
 def test_validation_is_read_once_by_processes_together() -> None:
-    found = []
-    for rank in (0, 1):
-        data = RecallData(validation_size=11)
-        data.place = Place(rank, 2)
+    found, data = [], RecallData(validation_size=11)
+    for data.place in (Place(0, 2), Place(1, 2)):
         found += [ids for ids, _ in data.val_dataloader()]
     assert len(torch.cat(found)) == len(torch.cat(found).unique(dim=0)) == 11
 
@@ -186,15 +180,11 @@ def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(t
     seen = column(tmp_path / "run", "validation/accuracy")
     reached = [accuracy >= 0.6 for accuracy in seen.values()]
     assert reached[-1] and not any(reached[:-1]) and max(seen) < 200
-    found = {}
-    for split in ("validation", "test"):
-        found[split] = evaluate(compose(f"checkpoint={tmp_path / 'run'}", f"split={split}", "device=cpu", job="eval"))["run"]
-    assert found["validation"].accuracy.mean().item() == pytest.approx(seen[max(seen)], abs=1e-6)
-    assert found["validation"].loss.tolist() != found["test"].loss.tolist() and found["test"].sequences == 24
-    with pytest.raises(MetaTTTError, match="split=validation or split=test"):
-        evaluate(compose(f"checkpoint={tmp_path / 'run'}", "split=train", "device=cpu", job="eval"))
-    with pytest.raises(MetaTTTError, match=r"data\.path=x does not apply"):
-        evaluate(compose(f"checkpoint={tmp_path / 'run'}", "data.path=x", "device=cpu", job="eval"))
+    validation, test = (evaluated(tmp_path / "run", f"split={split}") for split in ("validation", "test"))
+    assert validation.accuracy.mean().item() == pytest.approx(seen[max(seen)], abs=1e-6)
+    assert validation.loss.tolist() != test.loss.tolist() and test.sequences == 24
+    refusal(lambda: evaluated(tmp_path / "run", "split=train"), "split=validation or split=test")
+    refusal(lambda: evaluated(tmp_path / "run", "data.path=x"), "data.path=x does not apply")
     with pytest.raises(RuntimeError, match=r"validation/top1. which is not available"):  # in Lightning's words
         train(compose(*run, "callbacks.stop_at.monitor=validation/top1", f"output_dir={tmp_path / 'other'}"))
 
@@ -207,7 +197,7 @@ def test_a_run_of_vectors_learns_and_goes_on(tmp_path: Path) -> None:
         "callbacks.checkpoint.keep=9", f"output_dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert train(compose(*run)) == 0
-    scores: sequences.SequenceScores = evaluate(compose(f"checkpoint={tmp_path / 'run'}", "device=cpu", job="eval"))["run"]
+    scores: sequences.SequenceScores = evaluated(tmp_path / "run")
     assert scores.accuracy is None and scores.loss[-1] < 0.5 < scores.loss[0]  # the examples before it help
     whole = log(tmp_path / "run")
     assert train(compose(f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000060'}", "overwrite=true")) == 0
@@ -228,17 +218,16 @@ def test_sequences_may_ask_different_numbers_of_questions() -> None:
     data = Sometimes(pairs=4, length=24, vocab_size=16, validation_size=20)
     sizes = ("dim=16", "num_heads=1", "model.num_layers=1", "model.vocab_size=16")
     model = instantiate_model(compose("layer=delta_net", *sizes, job="language_model")).eval()
-    losses: list[list[float]] = [[] for _ in range(4)]
+    losses = np.full((20, 4), np.nan)  # of sequences and their questions
     for index in range(20):
         ids, labels = (torch.from_numpy(one)[None] for one in data.sequence("test", index))
         with torch.no_grad():
-            found = losses_and_hits(*answers(model, ids, labels))[0].tolist()
-        for number, loss in enumerate(found):
-            losses[number].append(loss)
+            found = losses_and_hits(*answers(model, ids, labels))[0]
+        losses[index, : len(found)] = found
     scores = sequences.score(model, data, "test")
-    assert scores.counts.tolist() == [len(one) for one in losses] and scores.counts[0] == 20 > scores.counts[3] > 0
-    assert scores.loss.tolist() == pytest.approx([np.mean(one) for one in losses], rel=1e-5)
-    assert scores.mean(scores.loss) == pytest.approx(np.mean(np.concatenate(losses)), rel=1e-5)
+    assert scores.counts.tolist() == (~np.isnan(losses)).sum(0).tolist() and scores.counts[0] == 20 > scores.counts[3] > 0
+    assert scores.loss.tolist() == pytest.approx(np.nanmean(losses, 0), rel=1e-5)
+    assert scores.mean(scores.loss) == pytest.approx(np.nanmean(losses), rel=1e-5)
 
 
 def test_estimators_against_their_definitions() -> None:
@@ -315,7 +304,7 @@ def test_test_digits_are_in_no_other_split() -> None:
         data.setup()
     content = {name: {image.numpy().tobytes() for image in split.images} for name, split in kept._splits.items()}
     assert [len(content[name]) for name in ("validation", "test", "train")] == [359, 359, 1079]
-    assert not (content["test"] & content["train"] or content["test"] & content["validation"] or content["train"] & content["validation"])
+    assert not any(one & other for one, other in itertools.combinations(content.values(), 2))
     assert torch.equal(plain._splits["validation"].images, kept._splits["validation"].images)
     assert sum(len(labels) for _, labels in kept.test_dataloader()) == 359
     refusal(lambda: plain.test_dataloader(), "data.test_fraction=0.2")

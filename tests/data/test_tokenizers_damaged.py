@@ -33,9 +33,11 @@ def model(**changes: Any) -> dict[str, Any]:
 
 
 def split(expression: str) -> dict[str, Any]:
-    return content(
-        pre_tokenizer={"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    )
+    return content(pre_tokenizer={"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False})
+
+
+def made(given: dict[str, Any]) -> FileTokenizer:
+    return FileTokenizer(json.dumps(given), "./its.json")
 
 
 def cut(length: int, stride: int) -> dict[str, Any]:
@@ -64,19 +66,18 @@ def test_harm_is_one_line(what: str) -> None:
                  "pad_token": "x"}},
 ])  # fmt: skip
 def test_texts_are_never_cut_or_filled_up(changes: dict[str, Any]) -> None:
-    tokenizer = FileTokenizer(json.dumps(content(**changes)), "./its.json")
-    np.testing.assert_array_equal(tokenizer.encode("aaab" * 20), [3, 1, 2] * 20)
+    np.testing.assert_array_equal(made(content(**changes)).encode("aaab" * 20), [3, 1, 2] * 20)
 
 
 def test_a_text_that_cannot_be_encoded() -> None:
     given = content(model={"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"<s>": 0, "a": 1}})
     for text in ("\ud800", "b"):
         with pytest.raises(MetaTTTError, match="cannot encode a text"):
-            FileTokenizer(json.dumps(given), "./its.json").encode(text)
+            made(given).encode(text)
 
 
 def test_a_panic_of_the_library_is_one_line() -> None:
-    tokenizer = FileTokenizer(json.dumps(split("(a+)+$")), "./its.json")
+    tokenizer = made(split("(a+)+$"))
     refusal(lambda: tokenizer.encode("a" * 40 + "!"), "retry-limit-in-match over")
 
 
@@ -89,9 +90,7 @@ def test_bytes_and_surrogates() -> None:
 
 
 def test_names_of_bytes_that_are_none() -> None:
-    tokenizer = FileTokenizer(
-        json.dumps(model(vocab={"<s>": 0, "a": 1, "<0xZZ>": 2, "<0x41>": 3, "aa": 4})), "./its.json"
-    )
+    tokenizer = made(model(vocab={"<s>": 0, "a": 1, "<0xZZ>": 2, "<0x41>": 3, "aa": 4}))
     assert tokenizer.texts == [b"", b"a", b"<0xZZ>", b"A", b"aa"]
 
 
@@ -140,12 +139,12 @@ SPECIAL = content()["added_tokens"][0]
 def test_special_tokens_go_before_ordinary_ones(tmp_path: Path) -> None:
     given = model(vocab={"<|endoftext|>": 0, "<s>": 1, "</s>": 2, "a": 3}, merges=[])
     given["added_tokens"] = [{**SPECIAL, "content": "<|endoftext|>"}]
-    tokenizer = FileTokenizer(json.dumps(given), "./its.json")
+    tokenizer = made(given)
     assert (tokenizer.separator, tokenizer.end) == (0, None)
     (tmp_path / "tokenizer.json").write_text(json.dumps(given))  # tokens that were prepared before keep theirs
     before = read_tokenizer(tmp_path, {**tokenizer.identity, "separator": 1, "end": 2})
     assert (before.separator, before.end) == (1, 2)
-    ordinary = FileTokenizer(json.dumps({**given, "added_tokens": []}), "./its.json")
+    ordinary = made({**given, "added_tokens": []})
     assert (ordinary.separator, ordinary.end) == (1, 2)
 
 
@@ -154,22 +153,21 @@ def test_special_tokens_in_a_text_are_text_for_every_model() -> None:
     pieces = ["<unk>", "<s>", "<", "s", ">", "a"]
     vocab = [[piece, 0.0 if number < 2 else -1.0] for number, piece in enumerate(pieces)]
     unigram = content(model={"type": "Unigram", "unk_id": 0, "vocab": vocab}, added_tokens=added)
-    tokenizer = FileTokenizer(json.dumps(unigram), "./its.json")
+    tokenizer = made(unigram)
     assert tokenizer.encode("a<s>é").tolist() == [5, 2, 3, 4, 0] and tokenizer.separator == 1
     assert tokenizer.decode([1, 5, 2]) == b"a<"
     words = {"type": "WordLevel", "unk_token": "<unk>", "vocab": {piece: number for number, piece in enumerate(pieces)}}
-    split = content(model=words, added_tokens=added, pre_tokenizer={"type": "WhitespaceSplit"})
-    assert FileTokenizer(json.dumps(split), "./its.json").encode("a <s> a").tolist() == [5, 0, 5]
+    given = content(model=words, added_tokens=added, pre_tokenizer={"type": "WhitespaceSplit"})
+    assert made(given).encode("a <s> a").tolist() == [5, 0, 5]
 
 
 def test_what_is_around_a_text_does_not_make_another_tokenizer() -> None:
-    tokenizer = FileTokenizer(json.dumps(content()), "./its.json")
+    tokenizer = made(content())
     around = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}}
-    for same in (content(post_processor=around), content(truncation=cut(2, 0))):
-        other = FileTokenizer(json.dumps(same), "./its.json")
+    for other in map(made, (content(post_processor=around), content(truncation=cut(2, 0)))):
         assert tokenizer.equals(other) and tokenizer.identity != other.identity
     for differs in (content(normalizer={"type": "Lowercase"}), model(merges=[]), split("a")):
-        assert not tokenizer.equals(FileTokenizer(json.dumps(differs), "./its.json"))
+        assert not tokenizer.equals(made(differs))
     assert not tokenizer.equals(ByteTokenizer()) and ByteTokenizer().equals(ByteTokenizer())
 
 
@@ -185,5 +183,3 @@ def test_files(tmp_path: Path) -> None:
     file.write_text(json.dumps(content()))
     refusal(lambda: tokenizer_of("model", file.read_text(), 3), "has 4 tokens and model 3")
     assert load_tokenizer(str(file)).vocab_size == load_tokenizer(str(tmp_path)).vocab_size == 4
-
-

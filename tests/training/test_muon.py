@@ -54,10 +54,8 @@ def test_two_steps_are_those_of_the_papers() -> None:
     start = [torch.randn(shape).double() for shape in ((6, 9), (6, 9), (9, 4), (5,))]
     matrices, vector = [nn.Parameter(p.clone()) for p in start[:3]], nn.Parameter(start[3].clone())
     lr, decay, mu = 0.03, 0.1, 0.9
-    both: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": decay, "muon": True},
-        {"params": [vector], "weight_decay": 0.0},
-    ]
+    groups: dict[str, Any] = {"params": matrices, "weight_decay": decay, "muon": True}
+    both = [groups, {"params": [vector], "weight_decay": 0.0}]
     ours = MuonAndAdamW(both, lr, momentum=mu)
     alone = nn.Parameter(start[3].clone())
     adamw = torch.optim.AdamW([alone], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -77,8 +75,7 @@ def test_two_steps_are_those_of_the_papers() -> None:
             step = iterated(gradient + mu * means[number])
             size = lr * 0.2 * math.sqrt(max(gradient.shape))
             expected[number] = (1 - lr * decay) * expected[number] - size * step
-    for parameter, value in zip(matrices, expected, strict=True):
-        torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=1e-9)
+    torch.testing.assert_close([one.detach() for one in matrices], expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(vector, alone, rtol=0, atol=0)
 
 

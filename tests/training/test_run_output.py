@@ -104,13 +104,19 @@ def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFix
     assert len(graphs) == trained  # and training goes on with what it has
 
 
-@pytest.mark.parametrize("base_lr", [0.1, -0.1])
-def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) -> None:
-    warmup = InnerWarmup(0.01)
-    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", f"optimizer.base_lr={base_lr}")
+def warmed(warmup: InnerWarmup, *overrides: str) -> tuple[Any, Any, Any]:
+    """A layer, whose rate rises in four of eight steps, and what stands for its run: trainer and module."""
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", *overrides)
     module: Any = SimpleNamespace(modules=layer.modules, recipe=SimpleNamespace(warmup_steps=lambda steps: 4))
     trainer: Any = SimpleNamespace(global_step=0, estimated_stepping_batches=8)
     warmup.on_fit_start(trainer, module)
+    return layer, trainer, module
+
+
+@pytest.mark.parametrize("base_lr", [0.1, -0.1])
+def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) -> None:
+    warmup = InnerWarmup(0.01)
+    layer, trainer, module = warmed(warmup, f"optimizer.base_lr={base_lr}")
     sign, rates = 1 if base_lr > 0 else -1, []
     for trainer.global_step in range(6):
         warmup.on_train_batch_start(trainer, module, None, 0)
@@ -124,11 +130,8 @@ def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) ->
 @pytest.mark.parametrize("lr", ["per_head", "constant"])
 def test_the_warm_up_compiles_once(lr: str) -> None:
     warmup, compiler = InnerWarmup(), CompileCounter()
-    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.mini_batch_size=4", f"optimizer.lr={lr}")
+    layer, trainer, module = warmed(warmup, "optimizer.mini_batch_size=4", f"optimizer.lr={lr}")
     compiled, x, found = torch.compile(layer, backend=compiler), torch.randn(1, 4, 8), []
-    module: Any = SimpleNamespace(modules=layer.modules, recipe=SimpleNamespace(warmup_steps=lambda steps: 4))
-    trainer: Any = SimpleNamespace(global_step=0, estimated_stepping_batches=8)
-    warmup.on_fit_start(trainer, module)
     for trainer.global_step in range(4):
         warmup.on_train_batch_start(trainer, module, None, 0)
         found.append(compiled(x)[0])

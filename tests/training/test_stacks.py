@@ -79,9 +79,7 @@ def test_an_entry_is_what_its_layer_would_be_alone() -> None:
 
 
 def test_from_python() -> None:
-    mlp, window = (
-        partial(metattt.build, f"layer={name}", "dim=16", "num_heads=2") for name in ("ttt_mlp", "window_attention")
-    )
+    mlp, window = (partial(metattt.build, name, dim=16, num_heads=2) for name in ("ttt_mlp", "window_attention"))
     model = LanguageModel(31, 16, 5, blocks=[mlp, window])
     kinds = [type(block.layer.learner).__name__ for block in model.blocks]  # type: ignore[union-attr]
     assert kinds == ["MLP", "KernelEstimator", "MLP", "KernelEstimator", "MLP"]

@@ -61,10 +61,7 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert f"error: {error.rpartition('error: ')[2]}" in error and expected in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [(["layer=custom", "learner=mlp"], "mlp"), (["name=my run"], "my run")],
-)
+@pytest.mark.parametrize(("given", "name"), [(["layer=custom", "learner=mlp"], "mlp"), (["name=my run"], "my run")])
 def test_the_folder_of_a_run(given: list[str], name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = [one for one in TINY if "layer" not in one and "progress" not in one]
     assert main(["train", *small, "trainer.max_steps=1", "data.path=text", *given, "~callbacks", "~logger"]) == 0
