@@ -17,6 +17,14 @@ Composed = tuple[DictConfig, DictConfig]
 PATH = re.compile(r"(output_dir|data\.path)='([^'\\$]*)'")
 """A value that is another one in every test, and that no choice depends on; as `prepare` has quoted it."""
 
+OWN_LEARNER = """
+from metattt.learners import Learner, Weight
+class Own(Learner):
+    def weights(self, d_in, d_out): return {"w": Weight((d_in, d_out))}
+    def forward(self, w, x): return 2 * w.linear(x, "w")
+"""
+"""A module of a user's own."""
+
 
 def remembering(compose: Callable[[list[str], str], Composed]) -> Callable[[list[str], str], Composed]:
     """As `compose(overrides, job)`, and asks it once for the same overrides, registered classes and Python path.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compositions_for_tests import remembering
+from compositions_for_tests import OWN_LEARNER, remembering
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from refusals_for_tests import refusal
@@ -159,18 +159,13 @@ def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
 
 
 def test_a_class_beside_the_user(tmp_path: Path) -> None:
-    (tmp_path / "beside_me.py").write_text(
-        "from metattt.learners import Learner, Weight\n"
-        "class X(Learner):\n"
-        "    def weights(self, d_in, d_out):\n        return {'w': Weight((d_in, d_out))}\n"
-        "    def forward(self, w, x):\n        return w.linear(x, 'w')\n"
-    )
+    (tmp_path / "beside_me.py").write_text(OWN_LEARNER)
     code = (  # as the installed command: its folder comes first on the path, not the working directory
         "import sys; from metattt.cli import main; import metattt.testing\n"
         "sys.path = [entry for entry in sys.path if entry]\n"
         "from metattt.composition.compose import instantiate_layer\n"
         "metattt.testing.check = lambda cfg: print(instantiate_layer(cfg).learner)\n"
-        "sys.exit(main(['check', 'learner=custom', 'learner._target_=beside_me.X', 'dim=8', 'num_heads=2']))"
+        "sys.exit(main(['check', 'learner=custom', 'learner._target_=beside_me.Own', 'dim=8', 'num_heads=2']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

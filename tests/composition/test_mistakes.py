@@ -129,12 +129,10 @@ def test_arguments_of_the_trainer_need_no_plus() -> None:
 def _schemas() -> dict[tuple[str, str], dict[str, object]]:
     stored = ConfigStore.instance().repo["schema"]
     found = {}
-    for group in stored:
-        for name, entry in stored[group].items():
-            nodes = {key: entry.node._get_node(key) for key in entry.node}
-            found[group, name] = {
-                key: (repr(node._metadata.ref_type), node._metadata.optional, str(node)) for key, node in nodes.items()
-            }
+    for group, name in [(one, name) for one in stored for name in stored[one]]:
+        entry = stored[group][name].node
+        nodes = {key: entry._get_node(key) for key in entry}
+        found[group, name] = {key: (repr(x._metadata.ref_type), x._metadata.optional, str(x)) for key, x in nodes.items()}
     return found
 
 
@@ -176,9 +174,8 @@ def test_a_module_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest
     (found,) = registered("readable_part")
     assert found[:3] == ("learner", "read_{0}", "readable_part.Read")
     kind, sizes, one, module = found.parameters
-    assert kind.default is None and "'a', 'b'" in str(kind.annotation)
-    assert sizes.default == (1, 2)
-    assert one.kind is one.KEYWORD_ONLY and module.default is None
+    assert kind.default is module.default is None and "'a', 'b'" in str(kind.annotation)
+    assert sizes.default == (1, 2) and one.kind is one.KEYWORD_ONLY
 
 
 @pytest.mark.parametrize("text", [

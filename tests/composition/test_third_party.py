@@ -16,9 +16,7 @@ KINDS = (".py", ".yaml", ".cpp", ".h", ".typed")  # of files that the wheel need
 def run(code: str, *paths: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run Python code in a fresh process that sees only `paths` besides the environment's own packages."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, check=False, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -29,9 +27,7 @@ def pip_install(source: Path, target: Path, scratch: Path) -> None:
     copy = scratch / "source"
     shutil.copytree(source, copy, symlinks=True, ignore=skip)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-compile", "--target", str(target)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, str(copy)], check=False, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, str(copy)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

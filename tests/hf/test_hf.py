@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from compositions_for_tests import OWN_LEARNER
 from hf_for_tests import LAYERS, made, write_made, write_published
 from omegaconf import OmegaConf
 from refusals_for_tests import refusal
@@ -149,11 +151,11 @@ def test_save_pretrained_keeps_every_bit(name: str, sources: Path, exported: Pat
 
 
 def test_the_files_and_the_card(exported: Path) -> None:
-    found = {file.name for file in (exported / "ttt_mlp").iterdir()}
-    assert found == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
     from huggingface_hub import ModelCard
+
+    found = {file.name for file in (exported / "ttt_mlp").iterdir()}
+    described = {f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")}
+    assert found == described | {"README.md", "model.safetensors"}
 
     card = ModelCard.load(exported / "ttt_mlp" / "README.md")
     assert card.data.library_name == "transformers" and "metattt" in card.data.tags
@@ -399,20 +401,13 @@ def test_what_a_configuration_may_say(change: Any, message: str | None, exported
     if message is None:
         assert load(folder).config.vocab_size == 257
         return
-    with pytest.raises(MetaTTTError, match=message) as refused:
-        load(folder)
-    assert str(refused.value).count("\n") <= 1
+    assert re.search(message, refusal(lambda: load(folder)))
 
 
 def test_a_class_of_the_users_needs_his_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_learner.py").write_text(
-        "from metattt.learners import Learner, Weight\n"
-        "class Doubled(Learner):\n"
-        "    def weights(self, d_in, d_out): return {'w': Weight((d_in, d_out))}\n"
-        "    def forward(self, w, x): return 2 * w.linear(x, 'w')\n"
-    )
+    (tmp_path / "own_learner.py").write_text(OWN_LEARNER)
     monkeypatch.syspath_prepend(tmp_path)
-    model = write_made(tmp_path / "model", "learner=custom", "learner._target_=own_learner.Doubled", "layer=custom", "optimizer=minibatch")
+    model = write_made(tmp_path / "model", "learner=custom", "learner._target_=own_learner.Own", "layer=custom", "optimizer=minibatch")
     ids = torch.randint(257, (1, 9))
     export = ["export", f"source={tmp_path / 'model'}", f"target={tmp_path / 'out'}"]
     assert main(export) == 2 and not (tmp_path / "out").exists()
@@ -431,14 +426,12 @@ def test_damaged_weights(exported: Path, tmp_path: Path) -> None:
     flipped = whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:]
     for content, message in ((whole[:-40], "truncated"), (flipped, "checksum"), (b"", "truncated")):
         file.write_bytes(content)
-        with pytest.raises(MetaTTTError, match=message):
-            load(file.parent)
+        refusal(lambda: load(file.parent), message)
     file.unlink()
-    with pytest.raises(OSError, match=r"model\.safetensors"):
-        load(file.parent)
-    torch.save({"model.embedding.weight": torch.zeros(257, 16)}, file.parent / "pytorch_model.bin")
-    with pytest.raises(OSError, match=r"model\.safetensors"):  # a pickle is not read
-        load(file.parent)
+    for _ in range(2):  # a pickle is not read
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            load(file.parent)
+        torch.save({"model.embedding.weight": torch.zeros(257, 16)}, file.parent / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize(("change", "message"), [
