@@ -62,11 +62,24 @@ def trained(made: Attached) -> None:
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
-def cache_of(output: Any) -> Any:
-    return output.cache if "cache" in output else output.past_key_values
-
-
 CACHE = "cache" if hasattr(transformers.modeling_outputs.CausalLMOutputWithPast(), "cache") else "past_key_values"
+
+
+def cache_of(output: Any) -> Any:
+    return getattr(output, CACHE)
+
+
+def read_in_pieces(made: Any, *lengths: int) -> tuple[Tensor, Any]:
+    """Logits of calls that hand their cache on, and the last cache."""
+    parts, cache = [], {}
+    for part in IDS.split(lengths, dim=1):
+        output = made(part, use_cache=True, **cache)
+        parts, cache = [*parts, output.logits], {CACHE: cache_of(output)}
+    return torch.cat(parts, dim=1), cache[CACHE]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("model", "kind"), [*(("Llama", kind) for kind in KINDS), ("Qwen2", "ttt_linear")])
@@ -80,18 +93,11 @@ def test_nothing_changes_at_the_start_and_streams_equal_one_pass(model: str, kin
     assert not torch.allclose(logits, before)
     assert torch.allclose(made(torch.cat([IDS[:, :13], IDS[:, :8]], 1)).logits[:, :13], logits[:, :13])  # causal
 
-    output, parts = None, []
-    for part in IDS.split([6, 1, 1, 8, 5], dim=1):
-        output = made(part, use_cache=True, **{} if output is None else {CACHE: cache_of(output)})
-        parts.append(output.logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), logits, rtol=1e-10, atol=1e-10)
-
+    close(read_in_pieces(made, 6, 1, 1, 8, 5)[0], logits)
     options = {"attention_mask": torch.ones(2, 5), "do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9}
     for beams in (1, 3):
-        with_cache, without = (made.generate(
-            IDS[:, :5], **options, num_beams=beams, use_cache=use,
-        ) for use in (True, False))  # fmt: skip
-        assert torch.equal(with_cache, without)
+        found = [made.generate(IDS[:, :5], **options, num_beams=beams, use_cache=use) for use in (True, False)]
+        assert torch.equal(*found)  # with a cache and without
 
     own.save(tmp_path / "layers")
     own.detach()
@@ -141,13 +147,10 @@ def test_states_and_masks_reach_the_layers_of_other_models(name: str) -> None:
     made = kind(kind.config_class(vocab_size=V, bos_token_id=1, eos_token_id=2, **sizes)).double().eval()
     trained(attach(made, pattern, layer="ttt_linear"))
     logits = made(IDS).logits
-    first = made(IDS[:, :9], use_cache=True)
-    second = made(IDS[:, 9:], **{CACHE: cache_of(first)})
-    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), logits, rtol=1e-10, atol=1e-10)
+    close(read_in_pieces(made, 9, 12)[0], logits)
     mask = F.pad(torch.ones_like(IDS), (3, 0))
     places = {} if "OPT" in name else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    padded = made(F.pad(IDS, (3, 0)), attention_mask=mask, **places).logits[:, 3:]
-    torch.testing.assert_close(padded, logits, rtol=1e-10, atol=1e-10)
+    close(made(F.pad(IDS, (3, 0)), attention_mask=mask, **places).logits[:, 3:], logits)
 
 
 def test_a_layer_beside_a_mixer_whose_cache_counts_no_tokens() -> None:
@@ -166,11 +169,10 @@ def test_packed_documents_a_mask_by_place_and_embeddings() -> None:
     trained(own)
     places = torch.arange(21).remainder(9)[None].expand(2, -1)  # documents of 9, 9 and 3 tokens
     packed = made(IDS, position_ids=places, use_cache=False).logits
-    alone = torch.cat([made(part, use_cache=False).logits for part in IDS.split(9, 1)], 1)
-    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
+    close(packed, torch.cat([made(part, use_cache=False).logits for part in IDS.split(9, 1)], 1))
     mask = F.pad(torch.ones_like(IDS), (3, 0))
     given = F.pad(IDS, (3, 0)), mask, (mask.cumsum(1) - 1).clamp(min=0)
-    torch.testing.assert_close(made.model(*given)[0][:, 3:], made.model(IDS)[0], rtol=1e-10, atol=1e-10)
+    close(made.model(*given)[0][:, 3:], made.model(IDS)[0])
     own.detach()
     trained(attached(made, "in_place_embeddings"))
     logits = made(IDS).logits
@@ -218,11 +220,9 @@ def test_a_layer_in_place_of_all_attentions() -> None:
     made = llama()
     own = attached(made, "ttt_linear", how="replace")
     trained(own)
-    logits = made(IDS).logits
-    first = made(IDS[:, :9], use_cache=True)
-    second = made(IDS[:, 9:], **{CACHE: cache_of(first)})
-    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), logits, rtol=1e-10, atol=1e-10)
-    assert cache_of(second).get_seq_length() == 21
+    logits, cache = read_in_pieces(made, 9, 12)
+    close(logits, made(IDS).logits)
+    assert cache.get_seq_length() == 21
 
 
 @pytest.mark.parametrize("kind", ["ttt_linear", "in_place"])
@@ -283,8 +283,7 @@ def test_a_cache_is_copied_and_pickled_with_its_states() -> None:
     with torch.no_grad():
         whole, cache = made(IDS).logits, cache_of(made(IDS[:, :13], use_cache=True))
         for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-            rest = made(IDS[:, 13:], use_cache=True, **{CACHE: other}).logits
-            torch.testing.assert_close(rest, whole[:, 13:], rtol=1e-10, atol=1e-10)
+            close(made(IDS[:, 13:], use_cache=True, **{CACHE: other}).logits, whole[:, 13:])
 
 
 def test_detaching_once_more_leaves_what_was_attached_since() -> None:

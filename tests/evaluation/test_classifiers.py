@@ -53,18 +53,33 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first images to validate with, and their labels."""
+    data = DigitsData()
+    data.setup()
+    return data._splits["validation"][list(range(count))]
+
+
+def save(image: torch.Tensor, file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    Image.fromarray(((image[0] + 1) * 127.5).round().to(torch.uint8).numpy()).save(file)
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first validation digits, in folders."""
     folder = tmp_path_factory.mktemp("pictures")
-    data = DigitsData()
-    data.setup()
-    images, labels = data._splits["validation"][list(range(6))]
-    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        file = folder / str(label.item()) / f"{number}.png"
-        file.parent.mkdir(exist_ok=True)
-        Image.fromarray(((image[0] + 1) * 127.5).round().to(torch.uint8).numpy()).save(file)
+    for number, (image, label) in enumerate(zip(*digits(6), strict=True)):
+        save(image, folder / str(label.item()) / f"{number}.png")
     return folder
+
+
+def write_noise(folder: Path, names: tuple[str, ...], count: int) -> None:
+    """Images that differ, in folders: the same ones in each."""
+    for name, number in itertools.product(names, range(count)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / name / f"{number}.png")
 
 
 def evaluated(*overrides: str) -> dict[str, Any]:
@@ -73,9 +88,7 @@ def evaluated(*overrides: str) -> dict[str, Any]:
 
 def test_the_figures_are_those_of_all_validation_images(runs: Path, tmp_path: Path) -> None:
     model: Any = metattt.load_model(runs / "a")[0]
-    data = DigitsData()
-    data.setup()
-    images, labels = data._splits["validation"][list(range(359))]
+    images, labels = digits(359)
     with torch.no_grad():
         logits = model(images)
     found = evaluated(f"checkpoint={runs / 'a'}", f"output_dir={tmp_path}")["a"]
@@ -121,10 +134,8 @@ def predicted(*overrides: str) -> list[Any]:
 
 def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path: Path) -> None:
     model: Any = metattt.load_model(runs / "a")[0]
-    found = predicted(
-        f"checkpoint={runs / 'a'}", f"source={pictures}", "top=3", "batch_size=4", "num_workers=1",
-        f"output_dir={tmp_path}",
-    )  # fmt: skip
+    given = ("top=3", "batch_size=4", "num_workers=1", f"output_dir={tmp_path}")
+    found = predicted(f"checkpoint={runs / 'a'}", f"source={pictures}", *given)
     files = sorted(file.relative_to(pictures) for file in pictures.rglob("*.png"))
     assert [one.name for one in found] == [str(file) for file in files]
     for one, file in zip(found, files, strict=True):
@@ -140,13 +151,9 @@ def test_saved_pictures_are_predicted_as_eval_scores_them(tmp_path: Path) -> Non
     given = ("experiment=digits_pixel/self_attention", "dim=16", "num_heads=2", "model.depth=1", f"data.img_size={size}")
     given += (f"model.img_size={size}", "model.patch_size=2", "trainer.accelerator=cpu", "trainer.max_steps=30")
     assert train(compose(*given, f"output_dir={tmp_path / 'run'}")) == 0
-    data = DigitsData()  # 8x8 pixels: a run at 16 repeats each
-    data.setup()
-    images, labels = data._splits["validation"][list(range(359))]
-    (tmp_path / "pictures").mkdir()
+    images, labels = digits(359)  # 8x8 pixels: a run at 16 repeats each
     for number, image in enumerate(images):
-        pixels = ((image[0] + 1) * 127.5).round().to(torch.uint8).numpy()
-        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:03}.png")
+        save(image, tmp_path / "pictures" / f"{number:03}.png")
     found = predicted(f"checkpoint={tmp_path / 'run'}", f"source={tmp_path / 'pictures'}", "top=10")
     score = evaluated(f"checkpoint={tmp_path / 'run'}")["run"]
     pairs = list(zip(found, map(str, labels.tolist()), strict=True))
@@ -183,7 +190,6 @@ def test_one_picture_and_one_that_cannot_be_read(
     mixed.mkdir()
     (mixed / "good [bold].png").write_bytes(one.read_bytes())
     (mixed / "bad.png").write_bytes(one.read_bytes()[:40])
-    capsys.readouterr()
     given = [f"checkpoint={runs / 'a'}", f"source={mixed}", "device=cpu", "num_workers=1"]
     assert main(["predict", *given]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -193,12 +199,8 @@ def test_one_picture_and_one_that_cannot_be_read(
 
 
 def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None:
-    for split, count in (("train", 8), ("val", 4)):
-        for name in ("cat", "dog"):
-            (tmp_path / "data" / split / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "data" / split / name / f"{number}.png")
+    write_noise(tmp_path / "data", ("train/cat", "train/dog"), 8)
+    write_noise(tmp_path / "data", ("val/cat", "val/dog"), 4)
     given = (*FOLDERS, f"data.path={tmp_path / 'data'}", "data.batch_size=4", "trainer.max_steps=2", "trainer.val_check_interval=2")
     assert train(compose(*given, f"output_dir={tmp_path / 'run'}")) == 0
     found = predicted(f"checkpoint={tmp_path / 'run'}", f"source={tmp_path / 'data' / 'val'}")
@@ -223,10 +225,7 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
 
 def test_an_image_that_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps before it are saved; the run goes on from them, and ends as one that read it."""
-    for name, number in itertools.product(("train/a", "train/b", "val/a", "val/b"), range(8)):
-        (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "data" / name / f"{number}.png")
+    write_noise(tmp_path / "data", ("train/a", "train/b", "val/a", "val/b"), 8)
     given = (*FOLDERS, f"data.path={tmp_path / 'data'}", "data.batch_size=2", "trainer.max_steps=6", "trainer.val_check_interval=6")
     given += ("trainer.log_every_n_steps=1",)
     assert train(compose(*given, f"output_dir={tmp_path / 'whole'}")) == 0

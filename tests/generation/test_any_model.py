@@ -16,10 +16,7 @@ from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.training.train import train
 
-RUN = (
-    "dim=16", "num_heads=2", "model.num_layers=1", "data.batch_size=4", "trainer.accelerator=cpu",
-    "trainer.max_steps=4",
-)  # fmt: skip
+RUN = ("dim=16", "num_heads=2", "model.num_layers=1", "data.batch_size=4", "trainer.accelerator=cpu", "trainer.max_steps=4")
 
 
 def said(capsys: pytest.CaptureFixture[str], checkpoint: Path, *words: str) -> str:
@@ -38,9 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = (*RUN, "data.context_length=24", f"data.path={folder / 'text'}", f"output_dir={folder / 'linear'}")
     assert train(compose(*settings, "model=mamba_backbone")) == 0
     for source, target, direction in (("linear", "theirs", "to_published"), ("theirs", "ours", "from_published")):
-        convert(
-            compose(f"source={folder / source}", f"target={folder / target}", f"direction={direction}", job="convert")
-        )  # fmt: skip
+        convert(compose(f"source={folder / source}", f"target={folder / target}", f"direction={direction}", job="convert"))
     return folder
 
 
@@ -63,21 +58,15 @@ def test_a_run_on_shards_keeps_its_tokenizer(runs: Path, tmp_path: Path, capsys:
     trained_tokenizer(runs / "text", file)
     places = (f"source={runs / 'text'}", f"target={tmp_path / 'shards'}", f"tokenizer={file}")
     assert prepare(compose(*places, "validation_fraction=0.3", "workers=1", job="prepare")) == 0
-    shards = (
-        "data=shards", f"data.path={tmp_path / 'shards'}", "data.context_length=16", "data.validation_max_tokens=200",
-    )  # fmt: skip
+    shards = ("data=shards", f"data.path={tmp_path / 'shards'}", "data.context_length=16", "data.validation_max_tokens=200")
     model = ("model=transformer_backbone", "model.vocab_size=400", f"output_dir={tmp_path / 'run'}")
     assert train(compose(*RUN, *shards, *model)) == 0
     shutil.rmtree(tmp_path / "shards")  # the checkpoint knows its tokenizer without them
     file.rename(tmp_path / "away.json")
-    convert(
-        compose(f"source={tmp_path / 'run'}", f"target={tmp_path / 'theirs'}", "direction=to_published", job="convert")
-    )  # fmt: skip
+    convert(compose(f"source={tmp_path / 'run'}", f"target={tmp_path / 'theirs'}", "direction=to_published", job="convert"))
     losses = set()
     for checkpoint in (tmp_path / "run", tmp_path / "theirs"):
-        options = (
-            f"data.path={runs / 'text'}", "data.context_length=16", "split=all", f"output_dir={tmp_path / 'eval'}",
-        )  # fmt: skip
+        options = (f"data.path={runs / 'text'}", "data.context_length=16", "split=all", f"output_dir={tmp_path / 'eval'}")
         scores = evaluate(compose(f"checkpoint={checkpoint}", *options, "device=cpu", job="eval"))[checkpoint.name]
         losses.add(scores.loss)
         assert scores.bytes.sum() > 1.5 * scores.tokens  # a token is several bytes
