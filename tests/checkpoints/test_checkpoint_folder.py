@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -195,10 +196,7 @@ def test_killed_at_any_moment_there_is_the_old_one_or_the_new_one(tmp_path: Path
 
 def test_a_full_disk_is_one_line_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "step", content(0))
-
-    def full(*_: Any, **__: Any) -> str:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     for name in ("save", "write_whole", "take_place"):
         with monkeypatch.context() as patched:
             patched.setattr(folders, name, full)

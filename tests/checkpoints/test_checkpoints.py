@@ -132,7 +132,7 @@ def test_versions_of_a_component(monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda record: record["config"].pop("layer"), "layer"),
     (lambda record: record["config"].update(seed="abc"), "has seed='abc', which is not an integer: it is damaged"),
     (lambda record: record["config"].update(dim="${nowhere}"), "nowhere"),
-    (lambda record: record["config"].update(dim="${"), "."),
+    (lambda record: record["config"].update(dim="${"), "only ${key} is filled in"),
 ])  # fmt: skip
 def test_records_that_cannot_be_used_are_one_line(
     run: Path, copy: Path, change: Callable[[dict[str, Any]], object], message: str

@@ -4,12 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from compositions_for_tests import OWN_LEARNER, remembering
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from refusals_for_tests import refusal
 
 from metattt import build
@@ -101,13 +102,8 @@ def test_overrides_that_are_not_text_are_left_alone() -> None:
 def test_what_tests_remember_is_what_hydra_composes() -> None:
     """See `compositions_for_tests`: the same text, types and refusals, and nobody sees what another has changed."""
     compose("layer=ttt_mlp")  # what can be composed is known
-    hydra, asked = composition._compose.plain, []  # type: ignore[attr-defined]
-
-    def counted(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
-        asked.append(overrides)
-        return hydra(overrides, job)
-
-    remembered = remembering(counted)
+    hydra = composition._compose.plain  # type: ignore[attr-defined]
+    remembered = remembering(counted := Mock(side_effect=hydra))
     for folder in ("/a", "runs/b c"):
         overrides = ["layer=ttt_mlp", f"output_dir='{folder}'", "data.path='/d/e.txt'", "trainer.max_steps=3"]
         found, expected = remembered(overrides, "train"), hydra(overrides, "train")
@@ -115,7 +111,7 @@ def test_what_tests_remember_is_what_hydra_composes() -> None:
         assert OmegaConf.is_struct(found[0]) == OmegaConf.is_struct(expected[0])
         assert OmegaConf.get_type(found[0], "layer") == OmegaConf.get_type(expected[0], "layer")
         found[0].dim = 3
-    assert len(asked) == 1
+    assert counted.call_count == 1
 
 
 @pytest.mark.parametrize("given", [[], ["learner=linear"], ["optimizer.decay=softplus"], ["layer.gate=false"]])

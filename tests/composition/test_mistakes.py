@@ -3,6 +3,7 @@ waits for torch."""
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -98,10 +99,7 @@ def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None
 
 
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: str, job: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("metattt.composition.compose.compose", interrupted)
+    monkeypatch.setattr("metattt.composition.compose.compose", Mock(side_effect=KeyboardInterrupt))
     assert main(["train"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -68,16 +69,10 @@ def test_loss_by_position_is_that_of_one_call(segment: int, document_start: int 
 
 
 def test_no_call_reads_more_than_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lengths = tiny(), []
-    features = model.features
-
-    def counted(ids: Tensor, *rest: object, **named: object) -> object:
-        lengths.append(ids.shape[1])
-        return features(ids, *rest, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(model, "features", counted)
+    model = tiny()
+    monkeypatch.setattr(model, "features", seen := Mock(wraps=model.features))
     score(model, [torch.randint(31, (1, 513))], torch.ones(31, dtype=torch.long), 64)  # type: ignore[arg-type]
-    assert lengths == [64] * 8
+    assert [call.args[0].shape[1] for call in seen.call_args_list] == [64] * 8
 
 
 @pytest.mark.parametrize("kind", ["log", "fixed", "none"])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -474,12 +475,8 @@ def test_an_export_that_is_stopped_leaves_nothing(sources: Path, tmp_path: Path,
     import metattt.hf.export as module
 
     for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
-
-        def stop(*_: Any, error: BaseException = error) -> None:
-            raise error
-
         with monkeypatch.context() as patch:
-            patch.setattr(module, "write_whole", stop)
+            patch.setattr(module, "write_whole", Mock(side_effect=error))
             assert main(["export", f"source={sources / 'ttt_mlp'}", f"target={tmp_path / 'out'}"]) in (2, 130)
         assert list(tmp_path.iterdir()) == []
 

@@ -3,14 +3,15 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from oracle import Document
+from refusals_for_tests import refusal
 from runs_for_tests import write_corpus
 
 from metattt.composition.compose import build, compose
-from metattt.errors import MetaTTTError
 from metattt.measures import inner_health
 from metattt.measures.inner_health import Health, layer_health
 from metattt.models import LanguageModel
@@ -92,10 +93,7 @@ def test_dead_gates_are_named_with_their_places() -> None:
         with torch.no_grad():
             layer.optimizer.decay_gate.bias[1] = -3.0  # type: ignore[union-attr,index,operator]
         found = dict(complaints(layer_health(layer, x), layer))
-        assert (
-            found["alpha"].startswith("head 1 forgets: α is at most 0.0")
-            and "optimizer.decay_init=0.99" in found["alpha"]
-        )
+        assert found["alpha"].startswith("head 1 forgets: α is at most 0.0") and "optimizer.decay_init=0.99" in found["alpha"]
 
 
 def test_nan_is_no_progress() -> None:
@@ -132,28 +130,21 @@ def test_a_mini_batch_that_no_query_outlives_is_named(layer: str) -> None:
 def test_a_run_says_it_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[dict[int, Health]] = []
-    original = InnerHealth.look
-
-    def noted(self: Any, *rest: Any) -> dict[int, Health]:
-        looks.append(original(self, *rest))
-        return looks[-1]
-
-    monkeypatch.setattr(InnerHealth, "look", noted)
+    look = create_autospec(InnerHealth.look, side_effect=InnerHealth.look)
+    monkeypatch.setattr(InnerHealth, "look", look)
     given = (
         *SIZES, "model.num_layers=2", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu", "sample=false",
         f"data.path={write_corpus(tmp_path / 'text')}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4", "optimizer.base_lr=0",
     )  # fmt: skip
     assert train(compose(*given)) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "learns nothing" in line]
-    assert len(looks) == 4 and len(lines) == 2, lines
+    assert look.call_count == 4 and len(lines) == 2, lines
     assert lines[0].startswith("step 1: layer 0, every head learns nothing: η is at most 0")
     assert lines[1].startswith("step 1: layer 1, ")
     assert train(compose(f"resume={tmp_path / 'run'}", "trainer.max_steps=5")) == 0
     assert "learns nothing" not in capsys.readouterr().err
-    for wrong in ("every=-1", "windows=0"):
-        with pytest.raises(MetaTTTError, match=f"callbacks.inner_health.{wrong}"):
-            train(compose(*given[:-2], f"callbacks.inner_health.{wrong}", "overwrite=true"))
+    for wrong in ("callbacks.inner_health.every=-1", "callbacks.inner_health.windows=0"):
+        refusal(lambda wrong=wrong: train(compose(*given[:-2], wrong, "overwrite=true")), wrong)
 
 
 def test_harm_is_said_when_it_is_seen_twice() -> None:

@@ -82,26 +82,20 @@ class Sum(torch.nn.Module):
 
 
 def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = LanguageModel(257, 8, 1, Sum)
+    model, compiler = LanguageModel(257, 8, 1, Sum), CompileCounter()
     for block in model.blocks:
-        block.compile(backend=backend)
+        block.compile(backend=compiler)
     model(torch.zeros(1, 16, dtype=torch.long))
-    trained = len(graphs)
+    trained = compiler.frame_count
     assert trained > 0
     job = TextJob.__new__(TextJob)
     job.cfg = OmegaConf.create({"seed": 0})  # of a run before the switch
     job.data = SimpleNamespace(tokenizer=ByteTokenizer(), sample_document=lambda: b"\x1b[0m prompt")  # type: ignore[assignment]
     job.sample(Console(), SimpleNamespace(model=model, device="cpu"))  # type: ignore[arg-type]
-    assert len(graphs) == trained
+    assert compiler.frame_count == trained
     assert "\\x1b[0m prompt" in capsys.readouterr().out
     model(torch.zeros(1, 16, dtype=torch.long))
-    assert len(graphs) == trained  # and training goes on with what it has
+    assert compiler.frame_count == trained  # and training goes on with what it has
 
 
 def warmed(warmup: InnerWarmup, *overrides: str) -> tuple[Any, Any, Any]:

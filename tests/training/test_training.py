@@ -5,6 +5,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -145,22 +146,16 @@ def test_counts_that_are_listed_are_those_of_a_table(monkeypatch: pytest.MonkeyP
 def test_the_picture_shows_the_inner_losses_where_there_are_any(
     corpus: Path, tmp_path: Path, layer: str, panels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = []
-
-    def noted(*arguments: object) -> None:
-        drawn.append(arguments)
-        plot(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("metattt.training.callbacks.plot", noted)
+    monkeypatch.setattr("metattt.training.callbacks.plot", noted := Mock(wraps=plot))
     assert train(tiny(corpus, tmp_path / "run", f"layer={layer}", "trainer.max_steps=1")) == 0
-    *_, baselines, path, _, _, inner = drawn[-1]
-    assert set(baselines) == {"order-2 byte model", "order-3 byte model"}  # type: ignore[call-overload]
+    *_, baselines, path, _, _, inner = noted.call_args.args
+    assert set(baselines) == {"order-2 byte model", "order-3 byte model"}
     assert (inner is None) == (panels == 1)
     if inner is not None:
-        curves = inner[0]  # type: ignore[index]
+        curves = inner[0]
         assert torch.equal(curves["init"][0], curves["step_0"][0])  # nothing is read before the first mini-batch
         assert (curves["step_1"] < curves["step_0"]).all()
-    content = Path(path).read_bytes()  # type: ignore[arg-type]
+    content = Path(path).read_bytes()
     assert content.startswith(b"\x89PNG") and (int.from_bytes(content[16:20], "big") > 1000) == (panels == 2)
 
 

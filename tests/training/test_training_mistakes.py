@@ -4,7 +4,7 @@ import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -44,18 +44,14 @@ def test_one_line(given: str, expected: str, here: Path, told: Callable[..., str
 
 
 def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def no_space(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
-
-    def too_large(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EFBIG, "File too large")  # as a write says it
-
+    no_space = OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
+    too_large = OSError(errno.EFBIG, "File too large")  # as a write says it
     for fault, expected in (
         (no_space, "run/metrics.csv: No space left on device: free some"),
         (too_large, "error: run: File too large: the limit is that of `ulimit -f`"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("lightning.Trainer.save_checkpoint", fault)
+            patch.setattr("lightning.Trainer.save_checkpoint", Mock(side_effect=fault))
             assert main(["train", *TINY, "trainer.max_steps=1", "data.path=text", "output_dir=run", "overwrite=true"]) == 2
         error = capsys.readouterr().err
         assert f"error: {error.rpartition('error: ')[2]}" in error and expected in error and "Traceback" not in error
