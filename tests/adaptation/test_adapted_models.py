@@ -206,8 +206,8 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
         before.next_documents(), before.save(tmp_path / "context.safetensors")
         Adapter(made, "lora", adam(), context=own).load(tmp_path / "context.safetensors")
     refusal(lambda: Adapter(made, "norms", adam()).load(tmp_path / "adapted.safetensors"), "other fast weights")
-    with pytest.raises(MetaTTTError, match="another model"):
-        Adapter(ours("linear_attention"), "lora", adam()).load(tmp_path / "adapted.safetensors")
+    other = Adapter(ours("linear_attention"), "lora", adam())
+    refusal(lambda: other.load(tmp_path / "adapted.safetensors"), "another model")
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -215,7 +215,7 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     ({"rule": GradientDescent()}, "with every token"),
     ({"rule": momentum(read="committed")}, "read=committed"),
     ({"fast": "everything"}, "names no parameter"),
-    ({"fast": ["blocks.0.ffn.*", "block.1.*"]}, r"fast=block.1.\*"),
+    ({"fast": ["blocks.0.ffn.*", "block.1.*"]}, "fast=block.1.*"),
     ({"fast": ["blocks.0.layer.learner.init.*"]}, "is not applied by its own module"),
     ({"fast": ["blocks.0.ffn_norm.weight"], "rank": 2}, "is no matrix"),
     ({"context": -1}, "context"),
@@ -223,8 +223,7 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     ({"clip": -1.0}, "clip=-1.0"), ({"clip": float("nan")}, "clip=nan"),
 ])  # fmt: skip
 def test_what_cannot_be_adapted_is_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(MetaTTTError, match=message):
-        Adapter(ours(), **settings)
+    refusal(lambda: Adapter(ours(), **settings), message)
 
 
 class Experts(nn.Module):
@@ -289,8 +288,7 @@ def test_models_that_see_the_token_they_predict_are_refused(kind: str, message: 
     if kind:
         known = getattr(transformers, kind)
         made = known(known.config_class(vocab_size=V, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, d_ff=16))
-    with pytest.raises(MetaTTTError, match=message):
-        Adapter(made)
+    refusal(lambda: Adapter(made), message)
 
 
 def test_calls_that_do_not_fit_are_refused() -> None:

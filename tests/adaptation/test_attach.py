@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,8 +323,7 @@ def test_mistakes_are_named() -> None:
         ("model.layers.*.mlp.up_proj", "in_place", {}, "the last of each, which makes the 16 features"),
         ("model.layers.*.self_attn.o_proj", "in_place", {}, "takes linear maps of MLPs"),
     ):
-        with pytest.raises(MetaTTTError, match=message):
-            attach(made, pattern, layer=layer, **settings)
+        refusal(partial(attach, made, pattern, layer=layer, **settings), message)
         assert hooks == [len(one._forward_hooks | one._forward_pre_hooks) for one in made.modules()]
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=V))
     with pytest.raises(MetaTTTError, match="adds the residual connection itself"):

@@ -176,8 +176,7 @@ def test_a_run_that_does_not_say_how_its_images_were_made(
     del content["metattt"]["evaluation"]
     content["metattt"] |= {} if evaluation is None else {"evaluation": evaluation}
     write_checkpoint(tmp_path / "checkpoints" / "step-00000006", content)
-    with pytest.raises(MetaTTTError, match=message):
-        predicted(f"checkpoint={tmp_path}", f"source={pictures}")
+    refusal(lambda: predicted(f"checkpoint={tmp_path}", f"source={pictures}"), message)
 
 
 def test_one_picture_and_one_that_cannot_be_read(

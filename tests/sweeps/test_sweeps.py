@@ -17,10 +17,10 @@ import pytest
 from compositions_for_tests import OWN_LEARNER
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from refusals_for_tests import refusal
 from runs_for_tests import rows
 
 from metattt.cli import main
-from metattt.errors import MetaTTTError
 from metattt.sweeps.launch import _trusted, _values
 from metattt.sweeps.record import CELL, LONGEST_NAME, Cell, cell_name, read_cell, write_cell
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
@@ -202,8 +202,7 @@ def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
     others: list[dict[str, object]] = [{"version": 2}, {"more": 2}, {"swept": 5}, {"fixed": [1]}, {"seconds": "long"}]
     for damaged in ("", "[]", "{", *(json.dumps(good | other) for other in others)):
         (tmp_path / CELL).write_text(damaged)
-        with pytest.raises(MetaTTTError, match=CELL):
-            read_cell(tmp_path)
+        refusal(lambda: read_cell(tmp_path), CELL)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

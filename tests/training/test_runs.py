@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,16 +235,14 @@ def test_what_is_not_ours_is_never_removed(name: str, kind: str, corpus: Path, t
     for override in ("overwrite=false", "overwrite=true"):
         if name == "loss_curve.png" and override == "overwrite=true":
             continue  # a picture is written over then
-        with pytest.raises(MetaTTTError, match=name):
-            train(eight(corpus, run, override))
+        refusal(partial(train, eight(corpus, run, override)), name)
         assert mine.read_text() == "one,two\n1,2\n" and {file.name for file in run.iterdir()} == {name}
 
 
 def test_one_run_at_a_time(corpus: Path, copied: Path) -> None:
     with locked(copied, "a training run"):
         for given in (eight(corpus, copied, "overwrite=true"), compose(f"resume={copied}", "trainer.max_steps=9")):
-            with pytest.raises(MetaTTTError, match="is in use by process"):
-                train(given)
+            refusal(partial(train, given), "is in use by process")
     assert train(compose(f"resume={copied}", "trainer.max_steps=9")) == 0  # the lock is given back, also after errors
 
 
@@ -311,11 +310,10 @@ def test_files_of_two_runs_stand_apart(corpus: Path, tmp_path: Path) -> None:
     for override, message in (
         (f"logger.csv.path={tmp_path / 'log.csv'}", "is the log of another run: give another path"),
         (f"callbacks.checkpoint.folder={tmp_path}", "a run and its checkpoints have one folder"),
-        ("trainer.max_epochs=2", r"a run is counted in steps, set trainer\.max_steps="),
-        ("trainer.limit_train_batches=3", r"data\.max_bytes="),
+        ("trainer.max_epochs=2", "a run is counted in steps, set trainer.max_steps="),
+        ("trainer.limit_train_batches=3", "data.max_bytes="),
     ):
-        with pytest.raises(MetaTTTError, match=message):
-            train(eight(corpus, tmp_path / "run", override))
+        refusal(partial(train, eight(corpus, tmp_path / "run", override)), message)
     assert (tmp_path / "log.csv").read_text().endswith("1,2.0\n")
 
 
@@ -410,7 +408,7 @@ def test_what_a_kill_left_half_written_is_removed_and_nothing_else(copied: Path)
 
 def test_a_renamed_checkpoint_is_not_gone_on_from(copied: Path, told: Callable[..., str]) -> None:
     """Steps are told by the names: as step 99 it was removed as newer than itself, and then missing."""
-    run = shutil.copytree(undisturbed["plain"], tmp_path / "run")
-    renamed = (run / "checkpoints" / "step-00000008").rename(run / "checkpoints" / "step-00000099")
-    said = told("train", f"resume={run}", "trainer.max_steps=9")
+    folder = copied / "checkpoints"
+    renamed = (folder / "step-00000008").rename(folder / "step-00000099")
+    said = told("train", f"resume={copied}", "trainer.max_steps=9")
     assert "is of step 8, and was renamed: give it its name back, step-00000008" in said and renamed.is_dir()
