@@ -378,5 +378,3 @@ def test_weights_that_are_no_finite_numbers(tmp_path: Path, bad: Callable[[Tenso
     write_model(tmp_path / "one", config(), weights, None)
     refusal(lambda: load_model(tmp_path / "one"), message)
     check_numbers([("empty", torch.ones(0))], "run")
-
-

@@ -257,5 +257,3 @@ def test_private_names_of_libraries_are_still_there() -> None:
     assert callable(trainer._signal_connector.register_signal_handlers) and callable(loop._broadcast_sigterm_tensor)
     assert loop._batches_that_stepped == 0
     assert callable(_SubprocessScriptLauncher._call_children_scripts)  # metattt/training/launchers.py extends it
-
-

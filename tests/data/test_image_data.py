@@ -264,8 +264,7 @@ def test_killed_and_resumed_with_augmentation(workers: int, folder: Path, tmp_pa
         train(command)
     assert log(tmp_path / "a") == log(tmp_path / "b")
     data = [on(ready(small(folder, augment="rand-m10-n2-p1", num_workers=count)), 0, 1) for count in (0, workers)]
-    for one, other in zip(*(each.train_dataloader() for each in data), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(*(list(each.train_dataloader()) for each in data), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -281,9 +280,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         assert out.stdout.count("4 steps of") == 1 and ("2 processes" in out.stdout) == bool(several)
         assert "Warning" not in out.stderr
         logs.append([{name: float(value or 0) for name, value in row.items() if "inner_loss" not in name} for row in log(run)])
-    assert len(logs[0]) == len(logs[1]) == 6
-    for row, other in zip(*logs, strict=True):
-        assert row == pytest.approx(other, rel=1e-4)
+    assert len(logs[1]) == 6 and logs[0] == [pytest.approx(row, rel=1e-4) for row in logs[1]]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

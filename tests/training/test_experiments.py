@@ -70,7 +70,6 @@ def test_finetuning_starts_from_a_shorter_run(shards: Path, tmp_path: Path) -> N
     run(tmp_path / "long", shards, *longer, "trainer.max_steps=1", "training.lr=1e-12", "training.min_lr=1e-12")
     before, after = (read_checkpoint(folder) for folder in (short, tmp_path / "long"))
     assert after["global_step"] == 1
-    for name, value in before["state_dict"].items():
-        torch.testing.assert_close(after["state_dict"][name], value, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(dict(after["state_dict"]), dict(before["state_dict"]), rtol=1e-5, atol=1e-8)
     with pytest.raises(MetaTTTError, match="does not fit this model"):
         run(tmp_path / "other", shards, "experiment=pile_2k", "dim=32", f"init_from={short}")

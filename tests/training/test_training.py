@@ -172,5 +172,3 @@ def test_a_logger_of_lightning_in_the_place_of_ours(corpus: Path, tmp_path: Path
     )  # fmt: skip
     assert train(tiny(corpus, tmp_path / "run", *own)) == 0
     assert list(column(tmp_path / "x" / "y", "train/loss")) == [1, 2, 3]
-
-
