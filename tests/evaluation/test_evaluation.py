@@ -250,6 +250,6 @@ def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) 
         ("inner_loss_windows=0", "inner_loss_windows=0"), ("bins=linear", "bins=linear"), ("segment=0", "segment=0"),
         ("segment=many", "segment"), (f"output_dir={runs / 'text' / '00.txt'}", "cannot be written"),
     ):  # fmt: skip
-        cfg = compose(f"checkpoint={runs / 'linear'}", override, "device=cpu", job="eval")
-        refusal(partial(evaluate, cfg), message)
+        given = (f"checkpoint={runs / 'linear'}", override, "device=cpu")
+        refusal(lambda given=given: evaluate(compose(*given, job="eval")), message)
     refusal(lambda: evaluate(compose("checkpoint=[1,2]", job="eval")), "give a run's folder")

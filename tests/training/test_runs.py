@@ -313,7 +313,7 @@ def test_files_of_two_runs_stand_apart(corpus: Path, tmp_path: Path) -> None:
         ("trainer.max_epochs=2", "a run is counted in steps, set trainer.max_steps="),
         ("trainer.limit_train_batches=3", "data.max_bytes="),
     ):
-        refusal(partial(train, eight(corpus, tmp_path / "run", override)), message)
+        refusal(lambda override=override: train(eight(corpus, tmp_path / "run", override)), message)
     assert (tmp_path / "log.csv").read_text().endswith("1,2.0\n")
 
 
