@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from hf_for_tests import made, write_made, write_published
-from runs_for_tests import rows
 
 pytest.importorskip("lm_eval")
 
@@ -83,7 +83,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = write_made(folder / "linear", "layer=ttt_linear", "model.num_layers=1")
         write_made(folder / "mlp", "layer=ttt_mlp", "model.num_layers=1")
         wanted = generate_text(model, ByteTokenizer(), TEXTS, 6, temperature=0, stop=["\n"])
-        data = {
+        rows = {
             "lambada": [{"text": text} for text in TEXTS],
             "choices": QUESTIONS,
             "pages": [{"page": page} for page in PAGES],
@@ -91,7 +91,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for name, text in TASKS.items():
             file = folder / f"{name}.jsonl"
-            file.write_text("".join(json.dumps(row) + "\n" for row in data[name]))
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
             head = f"task: our_{name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test"
             (folder / "tasks" / f"{name}.yaml").write_text(head + text)
         yield folder
@@ -154,13 +154,13 @@ def test_several_models_as_a_table_and_files(home: Path, tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     assert "perplexity" in shown and "linear" in shown and "mlp" in shown
     assert {file.name for file in tmp_path.iterdir()} == {"tasks.csv", "tasks.json", "tasks-2.csv", "tasks-2.json"}
-    found = rows(tmp_path / "tasks.csv")
-    assert [(row["model"], row["metric"]) for row in found] == [(m, k) for m in ("linear", "mlp") for k in ("perplexity", "acc")]
+    rows = list(csv.DictReader((tmp_path / "tasks.csv").open()))
+    assert [(row["model"], row["metric"]) for row in rows] == [(m, k) for m in ("linear", "mlp") for k in ("perplexity", "acc")]
     model, _ = metattt.load_model(home / "mlp")
     last = [score(model, text.rpartition(" ")[0], " " + text.rpartition(" ")[2])[0] for text in TEXTS[:2]]
-    assert float(found[2]["value"]) == pytest.approx(math.exp(-sum(last) / 2), rel=1e-4)
+    assert float(rows[2]["value"]) == pytest.approx(math.exp(-sum(last) / 2), rel=1e-4)
     held = json.loads((tmp_path / "tasks.json").read_text())
-    assert held["mlp"]["our_lambada"]["perplexity,none"] == float(found[2]["value"])
+    assert held["mlp"]["our_lambada"]["perplexity,none"] == float(rows[2]["value"])
 
 
 # -- the model, asked directly -----------------------------------------------------------------------------------------
@@ -173,10 +173,8 @@ def request(*args: Any) -> Any:
 def test_a_long_text_is_read_whole_with_carried_state() -> None:
     model, config = made("layer=ttt_mlp", "model.num_layers=1")
     texts = ["a long text, " * 30, "short", "b" * 77]
-    whole, cut = (
-        MetaTTTLM(model, config, ByteTokenizer(), **given).loglikelihood_rolling([request(text) for text in texts])
-        for given in ({"segment": 1000}, {"batch_size": 2, "segment": 13})
-    )
+    whole = MetaTTTLM(model, config, ByteTokenizer(), segment=1000).loglikelihood_rolling([request(text) for text in texts])
+    cut = MetaTTTLM(model, config, ByteTokenizer(), batch_size=2, segment=13).loglikelihood_rolling([request(text) for text in texts])
     for text, one, other in zip(texts, whole, cut, strict=True):
         assert one == pytest.approx(score(model, "", text)[0], rel=1e-5)
         assert other == pytest.approx(one, rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compositions_for_tests import OWN_LEARNER
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from refusals_for_tests import refusal
 from runs_for_tests import rows
 
 from metattt.cli import main
+from metattt.errors import MetaTTTError
 from metattt.sweeps.launch import _trusted, _values
 from metattt.sweeps.record import CELL, LONGEST_NAME, Cell, cell_name, read_cell, write_cell
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
@@ -30,9 +28,6 @@ TINY = (
     "data.path=a.txt", "data.validation_max_bytes=300", "sample=false", "~callbacks.loss_curve", "callbacks.checkpoint.every_steps=5",
     "callbacks.inner_health.every=0",
 )  # fmt: skip
-
-
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
 
 
 @pytest.fixture
@@ -50,27 +45,23 @@ def table(folder: Path) -> list[dict[str, str]]:
     return rows(folder / "runs.csv")
 
 
-def begun(here: Path, files: str, count: int, *words: str) -> subprocess.Popen[bytes]:
-    """A sweep of two cells at once in a process group of its own, when so many files are there."""
-    command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, *words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    with (here / "said.txt").open("w") as output:
-        sweep = subprocess.Popen(command, stdout=output, stderr=output, env=ENVIRONMENT, start_new_session=True)
-    end = time.monotonic() + 240
-    while len(list(here.glob(files))) < count and time.monotonic() < end:
-        assert sweep.poll() is None, (here / "said.txt").read_text()
-        time.sleep(0.05)
-    return sweep
-
-
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     """With joblib, as the issue of every cluster: SIGKILL to the sweep while two cells are under way."""
-    words = ("trainer.max_steps=120", "seed=0,1", "layer=linear_attention,retnet", "trainer.val_check_interval=0.5")
-    words, sweep = (*words, "hydra.sweep.dir=sweep"), here / "sweep"
-    first = begun(here, "sweep/*/checkpoints/step-*/*", 1, *words)
+    command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=120", "seed=0,1"]
+    command += ["layer=linear_attention,retnet", "trainer.val_check_interval=0.5", "hydra.sweep.dir=sweep"]
+    command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    sweep = here / "sweep"
+    with (here / "first.txt").open("w") as output:
+        first = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    end = time.monotonic() + 240
+    while not list(sweep.glob("*/checkpoints/step-*/*")) and time.monotonic() < end:
+        assert first.poll() is None, (here / "first.txt").read_text()
+        time.sleep(0.05)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     end = time.monotonic() + 60
@@ -80,21 +71,22 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     assert 2 <= len(before) < 4 and "finished" not in before.values()
     assert "stopped" in before.values() and "unfinished" not in before.values()
 
-    command = [word.replace("n_jobs=2", "n_jobs=1") for word in first.args]  # type: ignore[union-attr]
-    second = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    command = [word.replace("n_jobs=2", "n_jobs=1") for word in command]
+    second = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert second.returncode == 0, second.stdout + second.stderr
     assert set(states(sweep).values()) == {"finished"}
+    assert set(states(sweep)) == {f"layer={layer}+seed={seed}" for layer in ("linear_attention", "retnet") for seed in (0, 1)}
     cells = table(sweep)
-    pairs = list(itertools.product(("linear_attention", "retnet"), "01"))
-    assert set(states(sweep)) == {f"layer={layer}+seed={seed}" for layer, seed in pairs}
-    assert sorted((row["layer"], row["seed"]) for row in cells) == pairs
+    assert sorted((row["layer"], row["seed"]) for row in cells) == [
+        ("linear_attention", "0"), ("linear_attention", "1"), ("retnet", "0"), ("retnet", "1"),
+    ]  # fmt: skip
     values = [float(row["validation/bits_per_byte"]) for row in cells]
     assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in cells)
     stopped = next(name for name, state in before.items() if state == "stopped")
     steps = [row["step"] for row in rows(sweep / stopped / "metrics.csv") if row["train/loss"]]
     assert steps == sorted(set(steps), key=int) and steps[-1] == "120"  # went on: no row twice
     assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG")
-    third = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    third = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert third.returncode == 0 and third.stdout.count("finished before") == 4
     assert "->" not in third.stdout.partition("\n")[2]
 
@@ -102,8 +94,15 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_waits_for_checkpoints(here: Path) -> None:
     """Joblib ends at Ctrl-C what its workers have started: the cells are asked first, and no further one begins."""
-    words = ("trainer.max_steps=4000", "seed=0,1,2", "callbacks.checkpoint.every_steps=3000", "hydra.sweep.dir=sweep")
-    sweep = begun(here, "sweep/*/metrics.csv", 2, *words)
+    command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=4000", "seed=0,1,2"]
+    command += ["callbacks.checkpoint.every_steps=3000", "hydra.sweep.dir=sweep"]
+    command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    with (here / "said.txt").open("w") as output:
+        sweep = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    end = time.monotonic() + 240
+    while len(list((here / "sweep").glob("*/metrics.csv"))) < 2 and time.monotonic() < end:
+        assert sweep.poll() is None, (here / "said.txt").read_text()
+        time.sleep(0.05)
     os.killpg(sweep.pid, signal.SIGINT)
     assert sweep.wait(120) == 130
     assert states(here / "sweep") == {"seed=0": "stopped", "seed=1": "stopped"}
@@ -120,8 +119,13 @@ def test_own_classes_are_trusted() -> None:
 
 @pytest.mark.slow
 def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "my_learner.py").write_text(OWN_LEARNER)
-    own = ("learner=custom", "learner._target_=my_learner.Own", "layer=custom")
+    (here / "my_learner.py").write_text(
+        "from metattt.learners import Learner, Weight\n"
+        "class Mine(Learner):\n"
+        "    def weights(self, d_in, d_out):\n        return {'w': Weight((d_in, d_out))}\n"
+        "    def forward(self, w, x):\n        return w.linear(x, 'w')\n"
+    )
+    own = ("learner=custom", "learner._target_=my_learner.Mine", "layer=custom")
     command = ["train", "-m", *TINY, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
     assert main([*command, "data.context_length=100000,16"]) == 1  # TINY names one, too: the last counts
     out = capsys.readouterr().out
@@ -202,7 +206,8 @@ def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
     others: list[dict[str, object]] = [{"version": 2}, {"more": 2}, {"swept": 5}, {"fixed": [1]}, {"seconds": "long"}]
     for damaged in ("", "[]", "{", *(json.dumps(good | other) for other in others)):
         (tmp_path / CELL).write_text(damaged)
-        refusal(lambda: read_cell(tmp_path), CELL)
+        with pytest.raises(MetaTTTError, match=CELL):
+            read_cell(tmp_path)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
