@@ -98,6 +98,12 @@ def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None
     refusal(lambda: build(*overrides.split(), "dim=16", "num_heads=2"), expected)
 
 
+def test_a_debugger_changes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, as with this variable, OmegaConf's errors are causes of each other."""
+    monkeypatch.setenv("OC_CAUSE", "1")
+    refusal(lambda: compose("experiment=novel_views", "model=regression"), "image_size")
+
+
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("metattt.composition.compose.compose", Mock(side_effect=KeyboardInterrupt))
     assert main(["train"]) == 130
