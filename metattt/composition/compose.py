@@ -63,13 +63,16 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
         settings: the same by keyword; dotted ones in a dictionary, `**{"optimizer.base_lr": 0.5}`.
 
     Raises:
-        MetaTTTError: for an override that is misspelt, of a wrong type or not among the choices.
+        MetaTTTError: for an override that is misspelt, of a wrong type or not among the choices; for a key that is
+            given both ways.
     """
     names = [one for one in overrides if isinstance(one, str) and one.isidentifier()]
     if len(names) > 1:
         raise MetaTTTError(f"build makes one layer, and {', '.join(names)} are {len(names)} names: give one")
     given = [f"layer={one}" if one in names else one for one in overrides]
     for key, value in settings.items():
+        if twice := next((one for one in given if isinstance(one, str) and key_of(one) == key), None):
+            raise MetaTTTError(f"{key}={shown(value)} and {twice} set the same key: give one of them")
         if value is not None and not isinstance(value, str | numbers.Real | list | tuple | dict):
             raise MetaTTTError(
                 f"{key} is a {type(value).__name__}, which cannot be an override: give a name or a number, or pass "
