@@ -168,7 +168,7 @@ class PlannedLayer(SequenceLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         there = name in ("task", "learner", "optimizer") and name in self._modules
-        if there and not getattr(value, "_is_replica", False):
+        if there and value is not self._modules[name] and not getattr(value, "_is_replica", False):
             raise MetaTTTError(
                 f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
             )

@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 from models_for_tests import TOLERANCE, documents_are_apart, read_in_pieces
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
-from metattt.models.block import SwiGLU
+from metattt.models.block import Block, SwiGLU
 from metattt.models.language_model import LanguageModel
 
 LAYERS = ("ttt_linear", "ttt_mlp", "linear_attention", "attention", "delta_net", "nested_ttt")
@@ -58,11 +59,15 @@ def test_padding_and_packed_documents(layer: str, side: str) -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_blocks_that_are_run_again_have_the_same_gradients(layer: str) -> None:
     model, ids, found = make(layer).float().train(), tokens(2, 21), []
-    for model.checkpoint_blocks in (False, True):
+    for again in ("no", "by us", "by torch"):
+        model.checkpoint_blocks = again == "by us"
+        if again == "by torch":
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
         model.zero_grad()
         model(ids).logsumexp(-1).sum().backward()
-        found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+        found.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_tied_head_and_optional_convolution() -> None:
