@@ -163,6 +163,14 @@ def unknown_choice(group: str, name: str, options: Sequence[str], job: str) -> s
     return f"`{name or 'nothing'}` is not a choice of {group}{hint}\nChoices: {listed}"
 
 
+def not_chosen(group: str, job: str) -> str:
+    """For a group that a job does not choose from."""
+    command, helps = ("metattt.build()", "check") if job == "build" else (f"`metattt {job}`", job)
+    of_a_checkpoint = job in ("eval", "generate", "predict") and group in groups()
+    reason = "the checkpoint says what it is" if of_a_checkpoint else f"`metattt {helps} --help` lists what is"
+    return f"`{group}` is not chosen by name in {command}: {reason}"
+
+
 def _do_not_go_together(file: str, full_key: str) -> str:
     """For a file of a group that sets a key which the choice for another group has not."""
     group, _, name = file.partition("/")
@@ -197,6 +205,8 @@ def explain_composition(error: BaseException, job: str) -> str:
             hint = known.ref_type | None if known.optional else known.ref_type
             return wrong_type(str(link.full_key), link.value, hint)
     line = first_line(chain[-1])
+    if group := re.match(r"Could not override '([\w/]+)'", line):
+        return not_chosen(group[1], job)
     if "Could not override" in line and "@" in line:  # the file's own group is the package of what it sets
         line += " Begin the file with the line `# @package _global_`"
     return line

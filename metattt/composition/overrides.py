@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
 from metattt.composition.choices import files_of, groups, keys_of
 from metattt.composition.components import trainer_keys
-from metattt.composition.messages import refused_value
+from metattt.composition.messages import not_chosen, refused_value
 from metattt.errors import MetaTTTError
 
 SEARCH_PATH = "hydra.searchpath"
@@ -174,9 +174,7 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
         folder = "; the folder of a single run is output_dir" if key.endswith(".dir") else ""
         raise MetaTTTError(f"`{key}` is a setting of sweeps, and has no effect without -m (--multirun){folder}")
     if key not in known and key in groups() and "/" not in key:
-        of_a_checkpoint = job in ("eval", "generate", "predict")
-        reason = "the checkpoint says what it is" if of_a_checkpoint else f"`metattt {job} --help` lists what is"
-        raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
+        raise MetaTTTError(not_chosen(key, job))
     if key in NOT_SET_THERE and (part := key.partition(".")[0]) in known and part not in opened:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
     value = override.value()

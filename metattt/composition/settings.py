@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from metattt.composition.messages import first_line
+from metattt.composition.messages import first_line, wrong_type
 from metattt.errors import MetaTTTError
 
 S = TypeVar("S")
@@ -35,6 +35,9 @@ def settings(schema: type[S], cfg: DictConfig, **required: str) -> S:
         typed: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
         key, reason = getattr(error, "full_key", None), first_line(error)
+        hints = get_type_hints(schema)
+        if isinstance(error, ValidationError) and key in hints:
+            raise MetaTTTError(wrong_type(key, cfg[key], hints[key])) from error
         raise MetaTTTError(f"{key}: {reason}" if key else reason) from error
     return typed
 

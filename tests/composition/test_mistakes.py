@@ -17,7 +17,9 @@ from metattt.composition import components
 from metattt.composition.aliases import KEYS
 from metattt.composition.compose import compose
 from metattt.composition.messages import known_keys
+from metattt.composition.settings import settings
 from metattt.composition.signatures import Unreadable, constructor, registered
+from metattt.generation.generate import GenerateSettings
 from metattt.registry import PARAMETERS, REGISTERED, register, version_of
 
 TYPICAL = [  # a mistake, and what it should have been
@@ -75,6 +77,7 @@ MESSAGES = {  # what is typed, and what the message says
     "preset=tiny model=vision_transformer": "sets `model.num_layers`, but the chosen model has no `num_layers`.\nLeave out preset=tiny",
     "~model.vocab_size": "cannot be removed",
     "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
+    "text=a.txt": "`text` is not chosen by name in `metattt train`",
     "~data": "`~data` removes what `metattt train` needs",
 }
 
@@ -82,6 +85,12 @@ MESSAGES = {  # what is typed, and what the message says
 @pytest.mark.parametrize(("typed", "expected"), MESSAGES.items())
 def test_messages_say_the_way(typed: str, expected: str) -> None:
     refusal(lambda: compose(*typed.split()), expected)
+
+
+def test_a_key_of_a_job_that_makes_nothing() -> None:
+    for given, expected in {"stop=.": "expected a list, each element a text", "top_k=a": "expected an integer or null"}.items():
+        cfg = compose("checkpoint=x", given, job="generate")
+        refusal(lambda cfg=cfg: settings(GenerateSettings, cfg), f"`{given}` is not allowed: {expected}.")
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
