@@ -53,6 +53,14 @@ class Bidirectional(SequenceLayer):
         """Refuses any."""
         raise MetaTTTError("Bidirectional reads all tokens of a sequence in one call, and takes no state: leave it out")
 
+    def learn(self, *given: Any, **options: Any) -> None:
+        """Refused, as reading without learning: nothing is kept from one call to the next."""
+        raise MetaTTTError(
+            "Bidirectional carries no state, so that learning and reading cannot be apart: set direction=forward"
+        )
+
+    read = learn  # type: ignore[assignment]
+
     def run(
         self, x: Tensor, state: None, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, None]:

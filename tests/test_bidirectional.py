@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals_for_tests import refusal
 from torch import Tensor
 
 import metattt
@@ -38,6 +39,8 @@ def test_both_directions_are_of_one_layer(name: str) -> None:
     forward, back = both.layer(x)[0], both.layer(x.flip(1))[0].flip(1)
     torch.testing.assert_close(y, forward * both.gate.tanh() + back * both.gate_reversed.tanh())
     assert state is None
+    for apart in (lambda: both.learn(x), lambda: both.read(x, None)):
+        refusal(apart, "Bidirectional carries no state", "set direction=forward")
     late = x.clone()
     late[:, -1] += 1
     assert (both(late)[0][:, 0] != y[:, 0]).any(dim=-1).all()  # the first token sees the last one

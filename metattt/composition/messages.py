@@ -205,8 +205,8 @@ def explain_composition(error: BaseException, job: str) -> str:
             hint = known.ref_type | None if known.optional else known.ref_type
             return wrong_type(str(link.full_key), link.value, hint)
     line = first_line(chain[-1])
-    if group := re.match(r"Could not override '([\w/]+)'", line):
-        return not_chosen(group[1], job)
+    if named := re.match(r"Could not override '([\w/]+)'", line):
+        return not_chosen(named[1], job)
     if "Could not override" in line and "@" in line:  # the file's own group is the package of what it sets
         line += " Begin the file with the line `# @package _global_`"
     return line
