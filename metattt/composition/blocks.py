@@ -154,8 +154,8 @@ def _layer(
         mentioned = (one for one in shared if key_of(one).partition(".")[0] in OWN and key_of(one) in str(error))
         for_all = next(mentioned, None)
         advice = f"\n`{for_all}` is for all blocks: for some, {KEY}.<layer>.{for_all}" if for_all else ""
-        said = str(error).replace("`layer=", "`").splitlines()  # here a name stands alone
-        raise MetaTTTError(f"{KEY}.{place} ({name}): " + (said[0] + advice if advice else "\n".join(said))) from error
+        lines = str(error).replace("`layer=", "`").splitlines()  # here a name stands alone
+        raise MetaTTTError(f"{KEY}.{place} ({name}): " + (lines[0] + advice if advice else "\n".join(lines))) from error
     return dict(found)
 
 
