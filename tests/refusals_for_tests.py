@@ -9,9 +9,11 @@ import pytest
 from metattt.errors import MetaTTTError
 
 
-def refusal(call: Callable[[], object], *words: str, lines: int = 2, longest: int | None = None) -> str:
-    """The message of the `MetaTTTError` that a call raises, which holds every word, in so many lines and characters."""
-    with pytest.raises(MetaTTTError) as caught:
+def refusal(
+    call: Callable[[], object], *words: str, match: str | None = None, lines: int = 2, longest: int | None = None
+) -> str:
+    """The message of the `MetaTTTError` that a call raises, which holds every word and a match, in so many lines and characters."""
+    with pytest.raises(MetaTTTError, match=match) as caught:
         call()
     said = str(caught.value)
     assert len(said.splitlines()) <= lines and (longest is None or len(said) < longest), said

@@ -48,8 +48,7 @@ LAYERS: dict[str, Callable[[], TTTLayer]] = {
 
 def check(program: Any, expected: Any, *given: Tensor, rtol: float = 1e-4, atol: float = 1e-6) -> None:
     torch.manual_seed(0)
-    for found, wanted in zip(tree_leaves(program(*given)), tree_leaves(expected), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+    torch.testing.assert_close(tree_leaves(program(*given)), tree_leaves(expected), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from refusals_for_tests import refusal
 from torch import Tensor
 
 import metattt
 from metattt.catalog.known_layers import known_layers
-from metattt.errors import MetaTTTError
 
 B = 4  # tokens of a mini-batch
 SMALL = ("atlas", "lact", "lact_block", "titans", "ttt_linear", "ttt_mlp", "nested_transformer", "nested_ttt", "ttt3r")
@@ -53,8 +53,7 @@ def test_read_then_learned_is_a_call(name: str) -> None:
         y = call(x)
         y.square().sum().backward()
         derivatives.append([y, x.grad, *(p.grad for p in layer.parameters())])
-    for found, wanted in zip(*reversed(derivatives), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*reversed(derivatives), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", INCLUSIVE)
@@ -126,8 +125,7 @@ def test_padding_and_the_state(name: str) -> None:
     for one in range(2):
         alone = layer.read(asked[one : one + 1, mask[one]], part(state, one))
         torch.testing.assert_close(found[one, mask[one]], alone[0], rtol=1e-10, atol=1e-12)
-    for now, then in zip(tensors(state), before, strict=True):
-        assert torch.equal(now, then)
+    torch.testing.assert_close(tensors(state), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["titans_mag", "titans_mal", "lact_block"])
@@ -154,8 +152,7 @@ def test_layers_of_two(name: str) -> None:
 )  # fmt: skip
 def test_what_cannot_be_read_says_why(name: str, learned: int, why: str) -> None:
     layer = build(name)
-    with pytest.raises(MetaTTTError, match=why):
-        layer.read(tokens(3), layer.learn(tokens(learned)) if learned else None)
+    refusal(lambda: layer.read(tokens(3), layer.learn(tokens(learned)) if learned else None), why)
 
 
 def tensors(state: Any) -> list[Tensor]:

@@ -93,12 +93,12 @@ def test_answers_from_a_memory(tmp_path: Path) -> None:
     two = state.select(torch.tensor([0, 0]))
     assert generate_text(model, tokenizer, questions, 12, temperature=0, state=two) == wanted
     assert generate_text(model, tokenizer, questions, 12, temperature=0) != wanted
-    with pytest.raises(MetaTTTError, match="'' is not allowed after a state"):
-        generate_text(model, tokenizer, ["a", ""], 12, state=state)
-    with pytest.raises(MetaTTTError, match="of 2 sequences, and there are 3 prompts"):
-        generate_text(model, tokenizer, ["a", "b", "c"], 12, state=two)
-    with pytest.raises(MetaTTTError, match="of 1 sequences, and there are 2 prompts"):
-        generate(model, torch.zeros(2, 3, dtype=torch.long), 4, state=state)
+    for prompts, given, told in (
+        (["a", ""], state, "'' is not allowed after a state"),
+        (["a", "b", "c"], two, "of 2 sequences, and there are 3 prompts"),
+    ):
+        refusal(partial(generate_text, model, tokenizer, prompts, 12, state=given), told)
+    refusal(lambda: generate(model, torch.zeros(2, 3).long(), 4, state=state), "of 1 sequences, and there are 2 prompts")
 
 
 def test_another_model(tmp_path: Path) -> None:
@@ -108,15 +108,13 @@ def test_another_model(tmp_path: Path) -> None:
         state.save(tmp_path / "with", model)
         state.save(tmp_path / "without")
         state.layers[0].save(tmp_path / "layer")
-    with pytest.raises(MetaTTTError, match="learned by another model"):
-        LanguageModelState.load(tmp_path / "with", model=other)
-    LanguageModelState.load(tmp_path / "with")
-    with pytest.raises(MetaTTTError, match="does not name its model"):
-        LanguageModelState.load(tmp_path / "without", model=model)
-    with pytest.raises(MetaTTTError, match=r"holds a State: load it with metattt\.state\.State\.load"):
-        LanguageModelState.load(tmp_path / "layer")
-    with pytest.raises(MetaTTTError, match=r"holds a LanguageModelState: load it with .*\.LanguageModelState\.load"):
-        State.load(tmp_path / "without")
+    load = LanguageModelState.load
+    refusal(lambda: load(tmp_path / "with", model=other), "learned by another model")
+    load(tmp_path / "with")
+    refusal(lambda: load(tmp_path / "without", model=model), "does not name its model")
+    refusal(lambda: load(tmp_path / "layer"), "holds a State: load it with metattt.state.State.load")
+    told = "holds a LanguageModelState: load it with ", ".LanguageModelState.load"
+    refusal(lambda: State.load(tmp_path / "without"), *told)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -131,8 +129,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         refusal(lambda name=name: State.load(tmp_path / name), message, lines=1)
     state = metattt.build("layer=ttt_linear", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1]
     for path in (tmp_path, tmp_path / "text" / "below", "/proc/nobody"):
-        with pytest.raises(MetaTTTError, match="cannot be written"):
-            state.save(path)
+        refusal(partial(state.save, path), "cannot be written")
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -160,8 +157,7 @@ def test_forged_files(change: Any, message: str, tmp_path: Path) -> None:
     rewritten(file, lambda content: None)
     State.load(file)
     rewritten(file, change)
-    with pytest.raises(MetaTTTError, match=message):
-        State.load(file)
+    refusal(lambda: State.load(file), message)
 
 
 def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
@@ -179,8 +175,7 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
         assert same(State.load(file), wanted), place  # padding of the header, or a name of its own
     assert harmless < len(whole) // 70
     file.write_bytes(whole[:-3])
-    with pytest.raises(MetaTTTError, match="truncated"):
-        State.load(file)
+    refusal(lambda: State.load(file), "truncated")
 
 
 class Pair(NamedTuple):
@@ -197,14 +192,12 @@ def test_states_of_layers_that_are_not_ours(tmp_path: Path) -> None:
     others.save(tmp_path / "others")
     assert same(LanguageModelState.load(tmp_path / "others"), others)
     state = LanguageModelState((Pair(inner, None),), (None,))
-    with pytest.raises(MetaTTTError, match="that holds Pair cannot be saved"):
-        state.save(tmp_path / "state")
+    refusal(lambda: state.save(tmp_path / "state"), "that holds Pair cannot be saved")
     with torch.serialization.safe_globals([Pair]):
         state.save(tmp_path / "state")
         found = LanguageModelState.load(tmp_path / "state")
     assert type(found.layers[0]) is Pair and type(found.layers[0].first) is State and same(found, state)
-    with pytest.raises(MetaTTTError, match="does not hold what a state holds"):
-        LanguageModelState.load(tmp_path / "state")
+    refusal(lambda: LanguageModelState.load(tmp_path / "state"), "does not hold what a state holds")
 
 
 # -- states in memory --------------------------------------------------------------------------------------------------
@@ -225,8 +218,7 @@ def test_states_of_models_move_and_are_selected(name: str) -> None:
     for wide in (state.to("cpu", torch.float64), state.to(torch.ones(1).double())):
         assert [tensor.dtype for tensor in tensors_of(wide)] == wanted and torch.int64 in wanted
     for narrow in (torch.bfloat16, torch.int64):
-        with pytest.raises(MetaTTTError, match="float32 or wider"):
-            state.to(narrow)
+        refusal(partial(state.to, narrow), "float32 or wider")
     torch.testing.assert_close(model.step(ids[index, 5:], state.select(index))[0], expected[index])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import metattt
+from metattt.catalog.known_layers import known_layers
 from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
@@ -46,8 +46,7 @@ SPECIMENS: dict[str, Specimen] = {
     "scan": Specimen(KernelEstimator, shared_qk, Append),
 }
 WHOLE_CALLS = ("self_attention", "linear_attention_image", "linear_attention_elu_image", "vittt")  # they take no state
-CONFIGURED = Path(metattt.__file__).parent / "configs" / "layer"
-EVERY_LAYER = sorted(path.stem for path in CONFIGURED.glob("*.yaml") if path.stem not in ("base", "custom"))
+EVERY_LAYER = known_layers()
 every_form = pytest.mark.parametrize("name", list(SPECIMENS))
 
 
@@ -85,11 +84,8 @@ def test_inside_a_checkpoint(name: str, group_size: int | None, reentrant: bool)
 
 def test_a_ridge_inside_a_checkpoint() -> None:
     """Its solver has a derivative of its own."""
-    x, layer = tokens().requires_grad_(), metattt.build("gka", dim=8, num_heads=2, seed=0).double()
-    expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, layer.out.weight])
-    y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=False)
-    found = torch.autograd.grad(y.square().sum(), [x, layer.out.weight])
-    assert all(distance(a, b) <= BOUND for a, b in zip(found, expected, strict=True))
+    layer = metattt.build("gka", dim=8, num_heads=2, seed=0).double()
+    assert error(layer, lambda x: checkpoint(lambda x: layer(x)[0], x, use_reentrant=False), tokens()) <= BOUND
 
 
 @every_form
@@ -310,9 +306,8 @@ def test_a_loop_has_the_gradients_of_the_eager_layer_at_every_length() -> None:
     graph = torch.compile(layer, fullgraph=True)
     for length in (80, 64):
         x = torch.randn(2, length, 64)
-        found, expected = (torch.autograd.grad(f(x)[0].square().sum(), list(layer.parameters())) for f in (graph, layer))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        pair = (torch.autograd.grad(f(x)[0].square().sum(), list(layer.parameters())) for f in (graph, layer))
+        torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-5)
 
 
 def test_compiled_with_inductor() -> None:

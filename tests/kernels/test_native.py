@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from mini_batches import Leaves, given_of, inputs, written_out
+from refusals_for_tests import refusal
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
 from metattt.kernels.cpu import native, native_scan
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
@@ -49,10 +49,8 @@ def results(call: Callable[[Leaves], tuple[Tensor, Leaves]], x: Leaves) -> Leave
     generator = torch.Generator().manual_seed(0)
     cotangents = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs.values()]
     gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), cotangents)
-    return {
-        **{k: v.detach() for k, v in outputs.items()},
-        **{f"d{k}": v for k, v in zip(leaves, gradients, strict=True)},
-    }
+    found = outputs | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return {name: one.detach() for name, one in found.items()}
 
 
 def check(kind: str, x: Leaves, b: int = 16, group_size: int | None = None) -> None:
@@ -208,30 +206,25 @@ def test_a_gate_that_does_not_fit_is_refused(name: str, shape: tuple[int, ...]) 
     rule = Shared(16)
     gates = Gates(torch.ones(3, 2, 40))._replace(**{name: torch.ones(shape)})
     rule.gates = lambda x, state, ctx: (gates, state)  # type: ignore[method-assign]
-    with pytest.raises(MetaTTTError, match=f"the gate {name} has shape"):
-        TTTLayer(32, 2, Reconstruction(), Linear(), rule)(torch.randn(3, 40, 32))
+    made = partial(TTTLayer, 32, 2, Reconstruction(), Linear(), rule)
+    refusal(lambda: made()(torch.randn(3, 40, 32)), f"the gate {name} has shape")
 
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("name", ["k", "v", "q", "eta", "tau", "scale", "w1", "b1"])
 def test_a_kernel_checks_what_it_is_given(kind: str, name: str) -> None:
     """Nothing that is too short, of another type or elsewhere reaches a pointer, whoever calls."""
-    kernel, x = KERNELS[kind], inputs(kind)
+    kernel, x, taken = KERNELS[kind], inputs(kind), lambda _: pytest.fail("the reference was taken")
     good = given_of(x)
     for wrong in (x[name][..., :1], x[name][None], x[name].double(), x[name].to("meta"), x[name].unsqueeze(-1)):
         bad = given_of({**x, name: wrong}, 16)
-        with pytest.raises(MetaTTTError, match="was given"):
-            kernel.scan(bad, lambda _: pytest.fail("the reference was taken"))
-        with pytest.raises(MetaTTTError, match="was given"):
-            kernel.advance(bad, None, 0, False)
-    with pytest.raises(MetaTTTError, match="update w1"):
-        kernel.advance(good, {**good.weights, "w1": good.weights["w1"][:, :1]}, 0, False)
+        refusal(partial(kernel.scan, bad, taken), "was given")
+        refusal(partial(kernel.advance, bad, None, 0, False), "was given")
+    refusal(lambda: kernel.advance(good, {**good.weights, "w1": good.weights["w1"][:, :1]}, 0, False), "update w1")
     one = good._replace(tokens=good.tokens.map(lambda t: t[:, :, :1]))
     for given, phase in ((good, 0), (one, 16), (one, -1), (one, torch.tensor([0, 16])), (one, torch.tensor([3]))):
-        with pytest.raises(MetaTTTError, match="from place"):
-            kernel.advance(given, None, phase, False)
-    with pytest.raises(MetaTTTError, match="weights"):
-        kernel.scan(good._replace(weights=dict(reversed(good.weights.items()))), lambda _: pytest.fail("reference"))
+        refusal(partial(kernel.advance, given, None, phase, False), "from place")
+    refusal(lambda: kernel.scan(good._replace(weights=dict(reversed(good.weights.items()))), taken), "weights")
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------

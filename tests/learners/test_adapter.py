@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Call, outputs
+from refusals_for_tests import refusal
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
 from metattt.inner.forms.dual import PerTokenGradients
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
@@ -22,62 +23,37 @@ from metattt.testing.specimen import compare, cotangent, gradient_distance, grad
 D = 8  # head width
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
+class Made(nn.Module):
+    """Of these parts, by a function of the module and its tokens."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
-        self.up = nn.Linear(D, 5)
-        self.down = nn.Linear(5, D)
-        self.back = nn.Linear(D, 5, bias=False)
-        self.back.weight = self.up.weight
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)) + self.back(x.sin())) + F.gelu(self.up(x)) @ self.up.weight
+        return self.function(self, x)
 
 
-class Twice(nn.Module):
-    """One layer applied twice, and its bias once more by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.sigmoid(self.layer(x))) * self.layer.bias
+def linear(frozen: str) -> nn.Linear:
+    made = nn.Linear(D, D)
+    made.get_parameter(frozen).requires_grad_(False)
+    return made
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv1d(1, 3, 3, padding="same")
-        self.second = nn.Conv1d(3, 2, 3, stride=2, padding=1, dilation=1)
-        self.norm = nn.GroupNorm(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.second(F.silu(self.first(x.unsqueeze(1))))).flatten(1)
+def tied() -> nn.Module:
+    up, back = nn.Linear(D, 5), nn.Linear(D, 5, bias=False)
+    back.weight = up.weight
+    function = lambda m, x: m.down(torch.tanh(m.up(x)) + m.back(x.sin())) + F.gelu(m.up(x)) @ m.up.weight  # noqa: E731
+    return Made(function, up=up, down=nn.Linear(5, D), back=back)
 
 
-class Image(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, (2, 1), bias=False)
-        self.out = nn.Linear(8, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.conv(x.view(-1, 2, 2, 2))).flatten(1))
-
-
-class Quantised(nn.Module):
+def quantised(m: Any, x: Tensor) -> Tensor:
     """A table looked up by the signs of the token, one of its rows never trained, and a smooth part, so that the input has a
     gradient too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 3, padding_idx=1)
-        self.mix = nn.Linear(3 * D // 2 + D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        bits = (x > 0).long().unflatten(-1, (-1, 2))
-        return self.mix(torch.cat([self.table(bits[..., 0] + 2 * bits[..., 1]).flatten(1), x], dim=-1))
+    bits = (x > 0).long().unflatten(-1, (-1, 2))
+    return m.mix(torch.cat([m.table(bits[..., 0] + 2 * bits[..., 1]).flatten(1), x], dim=-1))
 
 
 class Gated(nn.Module):
@@ -94,91 +70,71 @@ class Gated(nn.Module):
         return (1 - torch.sigmoid(self.strength)) * x + y / (1 + self.strength.exp())
 
 
-class Attention(nn.Module):
+def attention(m: Any, x: Tensor) -> Tensor:
     """A token as four pieces that attend to each other, with position embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = nn.Parameter(torch.randn(1, 4, 2))
-        self.qkv = nn.Linear(2, 6)
-        self.norm = nn.LayerNorm(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pieces = x.unflatten(-1, (4, 2)) + self.place
-        q, k, v = self.qkv(self.norm(pieces)).chunk(3, dim=-1)
-        return (pieces + (q @ k.mT / 2).softmax(-1) @ v).flatten(1)
+    pieces = x.unflatten(-1, (4, 2)) + m.place
+    q, k, v = m.qkv(m.norm(pieces)).chunk(3, dim=-1)
+    return (pieces + (q @ k.mT / 2).softmax(-1) @ v).flatten(1)
 
 
-class RootMeanSquare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(D)
-        self.w, self.b = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D))
-        self.v = nn.Parameter(torch.randn(D))
-        self.act = nn.PReLU(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(torch.addmm(self.b, self.norm(x), self.w))
-        return y * (x @ self.v).unsqueeze(-1) + torch.matmul(x, self.w.t())
+def root_mean_square(m: Any, x: Tensor) -> Tensor:
+    y = m.act(torch.addmm(m.b, m.norm(x), m.w))
+    return y * (x @ m.v).unsqueeze(-1) + torch.matmul(x, m.w.t())
 
 
-class Constants(nn.Module):
-    """Buffers and frozen parameters are shared by the heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(D, D)
-        self.layer.bias.requires_grad_(False)
-        self.register_buffer("shift", torch.randn(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x) + self.shift)
-
-
-class Unbatched(nn.Module):
-    """A module that takes pieces for its batch axis: no translation, but any other form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pieces = x.unflatten(-1, (4, 2)).transpose(0, 1)
-        return torch.tanh(self.layer(pieces)).transpose(0, 1).flatten(1)
-
-
-class Encoder(nn.Module):
-    """A token as four pieces, by attention without weights: what torch takes for it on a CPU has no second derivative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.unflatten(-1, (4, 2))).flatten(1)
-
-
-class Unsupported(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(D, D)
-        self.norm = nn.LayerNorm(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x @ torch.linalg.matrix_exp(self.inner.weight) + self.inner.bias)
+def random(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
 
 
 SHAPES: dict[str, Callable[[], nn.Module]] = {
     "sequential": lambda: nn.Sequential(nn.Linear(D, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, D, bias=False)),
-    "tied": Tied,
-    "twice": Twice,
-    "conv1d": Convolutions,
-    "conv2d": Image,
-    "embedding": Quantised,
+    "tied": tied,
+    # one layer applied twice, and its bias once more by itself
+    "twice": lambda: Made(lambda m, x: m.layer(torch.sigmoid(m.layer(x))) * m.layer.bias, layer=nn.Linear(D, D)),
+    "conv1d": lambda: Made(
+        lambda m, x: m.norm(m.second(F.silu(m.first(x.unsqueeze(1))))).flatten(1),
+        first=nn.Conv1d(1, 3, 3, padding="same"), second=nn.Conv1d(3, 2, 3, stride=2, padding=1), norm=nn.GroupNorm(1, 2),
+    ),
+    "conv2d": lambda: Made(
+        lambda m, x: m.out(torch.tanh(m.conv(x.view(-1, 2, 2, 2))).flatten(1)),
+        conv=nn.Conv2d(2, 4, (2, 1), bias=False), out=nn.Linear(8, D),
+    ),
+    "embedding": lambda: Made(quantised, table=nn.Embedding(4, 3, padding_idx=1), mix=nn.Linear(3 * D // 2 + D, D)),
     "gated": Gated,
-    "attention": Attention,
-    "rms_norm": RootMeanSquare,
-    "constants": Constants,
+    "attention": lambda: Made(attention, place=random(1, 4, 2), qkv=nn.Linear(2, 6), norm=nn.LayerNorm(2)),
+    "rms_norm": lambda: Made(
+        root_mean_square, norm=nn.RMSNorm(D), w=random(D, D), b=random(D), v=random(D), act=nn.PReLU(D),
+    ),
+    # buffers and frozen parameters are shared by the heads
+    "constants": lambda: Made(
+        lambda m, x: torch.tanh(m.layer(x) + m.shift), layer=linear(frozen="bias"), shift=nn.Buffer(torch.randn(D)),
+    ),
+}  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "unsupported": (
+        lambda: Made(
+            lambda m, x: m.norm(x @ torch.linalg.matrix_exp(m.inner.weight) + m.inner.bias), inner=nn.Linear(D, D), norm=nn.LayerNorm(D)
+        ),
+        "'inner/weight' is used by .*matrix_exp",
+    ),
+    # a token as four pieces, by attention without weights: what torch takes for it on a CPU has no second derivative
+    "encoder": (
+        lambda: Made(
+            lambda m, x: m.layer(x.unflatten(-1, (4, 2))).flatten(1),
+            layer=nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0, batch_first=True),
+        ),
+        "'layer/self_attn/in_proj_weight' is used by multi_head_attention_forward",
+    ),
+    # it takes pieces for its batch axis: no translation, but any other form
+    "unbatched": (
+        lambda: Made(
+            lambda m, x: torch.tanh(m.layer(x.unflatten(-1, (4, 2)).transpose(0, 1))).transpose(0, 1).flatten(1), layer=nn.Linear(2, 2)
+        ),
+        "'layer/weight' is used by linear on something that is not a batch of tokens",
+    ),
+    "in place, 1": (lambda: in_place(1), "a tensor that a weight has been applied to, or has made, is changed in place"),
+    "in place, 2": (lambda: in_place(2), "a tensor that a weight has been applied to, or has made, is changed in place"),
+    "in place, 0": (lambda: in_place(0), "recording it fails: .*leaf Variable.* operation. Use"),
 }
 RULES: dict[str, Callable[[], GradientDescent]] = {
     "token_steps": lambda: GradientDescent(4, token_steps="shared"),
@@ -213,22 +169,12 @@ def test_dual_is_primal(shape: str, rule: str) -> None:
         assert compare(run(spec.make(form="summed"), x, [6], grads=True), oracle) < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Unsupported, "'inner/weight' is used by .*matrix_exp"),
-        (Encoder, "'layer/self_attn/in_proj_weight' is used by multi_head_attention_forward"),
-        (Unbatched, "'layer/weight' is used by linear on something that is not a batch of tokens"),
-        (lambda: in_place(1), "a tensor that a weight has been applied to, or has made, is changed in place"),
-        (lambda: in_place(2), "a tensor that a weight has been applied to, or has made, is changed in place"),
-        (lambda: in_place(0), "recording it fails: .*leaf Variable.* operation. Use"),
-    ],
-)
-def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module], message: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_forms_take_what_dual_refuses(name: str) -> None:
     """By the weight and the operation that uses it."""
+    module, message = REFUSED[name]
     assert specimen(module, RULES["token_steps"]).make().form == "primal"
-    with pytest.raises(MetaTTTError, match=message):
-        specimen(module, RULES["token_steps"]).make(form="dual")
+    refusal(lambda: specimen(module, RULES["token_steps"]).make(form="dual"), match=message)
     spec = specimen(module, RULES["previous"])
     x = spec.tokens()
     assert spec.make().form == "summed"
@@ -239,7 +185,7 @@ def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module], mes
 @pytest.mark.parametrize("shape", ["sequential", "twice", "attention", "embedding", "unsupported"])
 def test_equals_a_token_loop_of_the_module(shape: str) -> None:
     """With the module's own operations, by the oracle; outputs and every gradient."""
-    spec = specimen({**SHAPES, "unsupported": Unsupported}[shape], lambda: GradientDescent(3, base_lr=0.5))
+    spec = specimen({**SHAPES, "unsupported": REFUSED["unsupported"][0]}[shape], lambda: GradientDescent(3, base_lr=0.5))
     layer, x = spec.make(), spec.tokens().requires_grad_()
     y, expected = layer(x)[0], outputs(layer, [Call(x)])[0]
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
@@ -254,15 +200,6 @@ class Mixes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.cumsum(0) if self.causal else x + x.mean(0))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x.unsqueeze(0))[0].squeeze(0)
 
 
 class Counting(nn.Linear):
@@ -288,15 +225,14 @@ class Counting(nn.Linear):
         (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.RReLU())), "depends on chance"),
         (lambda: ModuleLearner(Mixes(causal=False), mixes_tokens=True), "later ones"),
         (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.1))), "set its p to 0"),
-        (lambda: ModuleLearner(Recurrent()), "cannot be replaced"),
+        (lambda: ModuleLearner(Made(lambda m, x: m.rnn(x.unsqueeze(0))[0].squeeze(0), rnn=nn.GRU(D, D))), "cannot be replaced"),
         (lambda: ModuleLearner(nn.Linear(D, 3)), "width 3: they must have the head width 8"),
         (lambda: ModuleLearner(nn.Linear(5, D)), "cannot run on tokens"),
         (lambda: ModuleLearner(nn.Tanh()), "no trainable parameter"),
     ],
 )
 def test_modules_that_cannot_be_learners_are_refused(make: Callable[[], ModuleLearner], message: str) -> None:
-    with pytest.raises(MetaTTTError, match=message):
-        TTTLayer(2 * D, 2, Reconstruction(), make(), GradientDescent(4, read="previous"))
+    refusal(lambda: TTTLayer(2 * D, 2, Reconstruction(), make(), GradientDescent(4, read="previous")), match=message)
 
 
 class RoundTrips(LearnerConformance):

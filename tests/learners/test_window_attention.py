@@ -12,16 +12,14 @@ from metattt.layer import TTTLayer
 from metattt.learners import KernelEstimator
 from metattt.optimizers import Append
 from metattt.tasks import Reconstruction
-from metattt.testing.specimen import randomize, run
+from metattt.testing.specimen import Specimen, run
 
 DIM, HEADS = 8, 4
 
 
 def make(window: int | None, sinks: int = 0) -> TTTLayer:
-    layer = TTTLayer(DIM, HEADS, Reconstruction(rope="full"), KernelEstimator(window=window, sinks=sinks), Append())
-    layer.double()
-    randomize(layer)
-    return layer
+    learner = lambda: KernelEstimator(window=window, sinks=sinks)  # noqa: E731
+    return Specimen(learner, lambda: Reconstruction(rope="full"), Append, DIM, HEADS).make()
 
 
 @pytest.mark.parametrize("sinks", [0, 3])

@@ -23,7 +23,6 @@ import metattt
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.errors import MetaTTTError
 from metattt.evaluation.by_position import score
 from metattt.generation.generate import generate
 from metattt.generation.sampling import generate as draw
@@ -55,21 +54,27 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def same_gradients(model: EndToEnd, found: Tensor, expected: Tensor) -> dict[str, Tensor]:
+    """Those of the expected loss, by name."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    wanted = dict(zip(names, torch.autograd.grad(expected, parameters, retain_graph=True), strict=True))
+    for one, (name, other) in zip(torch.autograd.grad(found, parameters), wanted.items(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()), msg=name)
+    return wanted
+
+
 # -- a plain loop ------------------------------------------------------------------------------------------------------
 
 
 def rms(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * scale
+    return F.rms_norm(x, x.shape, scale, eps)
 
 
 def turned(x: Tensor, position: int, theta: float = 500000.0) -> Tensor:
-    """Rotary encoding of one vector, pair by pair."""
-    pairs = []
-    for i in range(0, len(x), 2):
-        angle = position * theta ** (-i / len(x))
-        c, s = math.cos(angle), math.sin(angle)
-        pairs += [x[i] * c - x[i + 1] * s, x[i] * s + x[i + 1] * c]
-    return torch.stack(pairs)
+    """Rotary encoding of one vector: each pair is a complex number."""
+    angles = position * theta ** (-torch.arange(0, len(x), 2, dtype=x.dtype) / len(x))
+    turn = torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(0, (-1, 2))) * turn).flatten()
 
 
 class Plain:
@@ -86,14 +91,10 @@ class Plain:
         k = rms(p[f"{b}.layer.task.k.weight"] @ x, p[f"{b}.layer.task.k_norm.weight"], 1e-5)
         v, place = p[f"{b}.layer.task.v.weight"] @ x, len(cache)
         cache.append((torch.cat([turned(one, place) for one in k.split(width)]), v))
-        seen = cache[max(0, place - self.window + 1) :]
-        found = []
-        for h in range(self.heads):
-            part = slice(h * width, (h + 1) * width)
-            query = turned(q[part], place)
-            weight = torch.stack([query @ k[part] / math.sqrt(width) for k, _ in seen]).softmax(0)
-            found.append(sum(w * v[part] for w, (_, v) in zip(weight, seen, strict=True)))
-        return p[f"{b}.layer.out.weight"] @ torch.cat(found)
+        q = torch.stack([turned(one, place) for one in q.split(width)])
+        k, v = (torch.stack(seen).unflatten(1, q.shape) for seen in zip(*cache[-self.window :], strict=True))
+        weight = (torch.einsum("hd,nhd->hn", q, k) / math.sqrt(width)).softmax(-1)
+        return p[f"{b}.layer.out.weight"] @ torch.einsum("hn,nhd->hd", weight, v).flatten()
 
     def logits(self, token: Tensor, cache: list[list[tuple[Tensor, Tensor]]], fast: dict[str, Tensor]) -> Tensor:
         p = self.p
@@ -163,14 +164,10 @@ def test_outputs_and_every_gradient_of_a_plain_loop(overrides: str, clipped: set
     expected = torch.stack([one.read(row) for one, row in zip(plains, ids, strict=True)])
     norms = [norm for one in plains for norm in one.steps]
     assert len(norms) >= 6 and {norm > (model.inner_clip or math.inf) for norm in norms} == clipped
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    wanted = torch.autograd.grad((expected * weight).sum(), parameters)
     found = model(ids)
     torch.testing.assert_close(found, expected, **TOLERANCE)
-    gradients = torch.autograd.grad((found * weight).sum(), parameters)
-    for name, one, other in zip(names, gradients, wanted, strict=True):
-        assert other.abs().max() > 0, name
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()), msg=name)
+    gradients = same_gradients(model, (found * weight).sum(), (expected * weight).sum())
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
     with torch.no_grad():
         still = make(*overrides.split(), "model.inner_lr=0")(ids)
     assert (still - expected)[:, model.mini_batch_size :].abs().max() > 1e-3  # the inner loop counts
@@ -184,16 +181,12 @@ def test_outputs_and_every_gradient_of_a_plain_loop(overrides: str, clipped: set
 def test_any_split_gives_the_logits_and_gradients_of_one_call(mode: Any) -> None:
     model, ids = make(), tokens(2, 18)
     whole = model(ids)
-    wanted = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
     with mode():
         for cuts in [*([n] for n in range(1, 18)), list(range(1, 18)), [4, 8, 12], [5, 6, 13]]:
             logits = read_in_pieces(model, ids, cuts)[0]
             torch.testing.assert_close(logits, whole, **TOLERANCE)
             if logits.requires_grad and len(cuts) > 1:
-                for one, other in zip(
-                    torch.autograd.grad(logits.square().sum(), list(model.parameters())), wanted, strict=True,
-                ):  # fmt: skip
-                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
+                same_gradients(model, logits.square().sum(), whole.square().sum())
 
 
 def test_states_are_chosen_cut_saved_and_read(tmp_path: Path) -> None:
@@ -244,9 +237,7 @@ def test_packed_documents_equal_the_documents_apart(starts: str, checkpoint: str
     for row, places in enumerate((starts.split(",") * 2)[:2]):
         reset[row, [int(place) for place in places.split()]] = True
     together, apart = documents_are_apart(model, ids, more, torch.ones_like(reset), reset, 8)
-    found, wanted = (torch.autograd.grad(logits.square().sum(), list(model.parameters())) for logits in (together, apart))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
+    same_gradients(model, together.square().sum(), apart.square().sum())
 
 
 def test_any_learner_can_be_the_memory() -> None:
@@ -257,10 +248,9 @@ def test_any_learner_can_be_the_memory() -> None:
     model(ids).sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.blocks[1].memory.parameters())  # type: ignore[union-attr]
     for wrong in (3, Transformer()):
-        with pytest.raises(MetaTTTError, match=r"model\.learner is a"):
-            EndToEnd(VOCAB, 8, 2, attention, learner=wrong)
-    with pytest.raises(MetaTTTError, match="its layer is a Linear: set layer=window_attention, or fewer"):
-        EndToEnd(VOCAB, 8, 2, partial(metattt.build, "dim=8", "num_heads=2"))
+        refusal(partial(EndToEnd, VOCAB, 8, 2, attention, learner=wrong), "model.learner is a")
+    linear = partial(metattt.build, "dim=8", "num_heads=2")
+    refusal(lambda: EndToEnd(VOCAB, 8, 2, linear), "its layer is a Linear: set layer=window_attention, or fewer")
 
 
 def test_memory_of_the_backward_pass() -> None:
@@ -312,16 +302,12 @@ def test_what_is_refused(override: str) -> None:
 def test_states_and_calls_that_are_refused() -> None:
     model, ids = make(), tokens(2, 6)
     _, state = model.step(ids)
-    with pytest.raises(MetaTTTError, match="the state is for 2 sequences, ids hold 3"):
-        model.step(tokens(3, 2), state)
-    with pytest.raises(MetaTTTError, match="the state is of a model with 2 blocks, this one has 3"):
-        model.step(ids, make("model.num_layers=2").step(ids)[1])
-    with pytest.raises(MetaTTTError, match="the state is of another model"):
-        model.step(ids, make("model.suffix=1").step(ids)[1])
-    with pytest.raises(MetaTTTError, match="set compile=false"):
-        model.blocks[-1].compile()
-    with pytest.raises(MetaTTTError, match="trainer=ddp"):
-        Builder(compose(*SMALL, job="language_model"), None).in_parts(print)
+    refusal(lambda: model.step(tokens(3, 2), state), "the state is for 2 sequences, ids hold 3")
+    fewer, other = make("model.num_layers=2").step(ids)[1], make("model.suffix=1").step(ids)[1]
+    refusal(lambda: model.step(ids, fewer), "the state is of a model with 2 blocks, this one has 3")
+    refusal(lambda: model.step(ids, other), "the state is of another model")
+    refusal(model.blocks[-1].compile, "set compile=false")
+    refusal(lambda: Builder(compose(*SMALL, job="language_model"), None).in_parts(print), "trainer=ddp")
 
 
 # -- training and files ------------------------------------------------------------------------------------------------
@@ -330,8 +316,6 @@ TINY = (
     *SMALL, "dim=16", "model.num_layers=2", "model.mini_batch_size=8", "data.context_length=32", "data.batch_size=4", "training.lr=5e-3",
     "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "sample=false",
 )  # fmt: skip
-
-
 SIX = ("data.max_bytes=200000", "data.validation_max_bytes=2048", "trainer.max_steps=6")
 
 
@@ -362,8 +346,8 @@ def test_it_trains_and_goes_on_as_it_would_have(runs: Path) -> None:
 
 def test_windows_without_an_inner_step_are_refused(tmp_path: Path) -> None:
     for settings in (("model.mini_batch_size=1024",), ("data.context_length=8",)):
-        with pytest.raises(MetaTTTError, match=r"set model\.mini_batch_size below"):
-            train(compose(*TINY, "data.max_bytes=20000", f"output_dir={tmp_path / 'run'}", *settings))
+        cfg = compose(*TINY, "data.max_bytes=20000", f"output_dir={tmp_path / 'run'}", *settings)
+        refusal(partial(train, cfg), "set model.mini_batch_size below")
 
 
 def test_a_trained_model_generates_and_is_scored(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
