@@ -18,11 +18,6 @@ from metattt.optimizers import GradientDescent, InnerOptimizer
 from metattt.tasks import DecodedReconstruction, NextToken, Reconstruction, Task
 
 
-class Normed(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 8, bias=False))
-
-
 def made(
     learner: Learner,
     task: Callable[[], Task] = Reconstruction,
@@ -35,7 +30,9 @@ LAYERS: dict[str, Callable[[], TTTLayer]] = {
     **{name: (lambda name=name: metattt.build(f"layer={name}", "dim=16", "num_heads=2")) for name in known_layers()},
     "convolution": lambda: made(Convolution()),
     "swiglu, next token": lambda: made(SwiGLU(), NextToken),
-    "module": lambda: made(ModuleLearner(Normed(), residual=True, norm=True)),
+    "module": lambda: made(
+        ModuleLearner(nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 8, bias=False)), residual=True, norm=True)
+    ),
     "module with noise": lambda: made(
         ModuleLearner(nn.Linear(8, 8)), lambda: Reconstruction("shared_qk", corruption="noise")
     ),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import metattt
 from metattt.catalog.known_layers import known_layers
+from metattt.nested import tensors_of
 
 B = 4  # tokens of a mini-batch
 SMALL = ("atlas", "lact", "lact_block", "titans", "ttt_linear", "ttt_mlp", "nested_transformer", "nested_ttt", "ttt3r")
@@ -117,15 +118,15 @@ def test_padding_and_the_state(name: str) -> None:
     """Padding changes no answer, and reading no state."""
     layer, x, asked = build(name), tokens(2 * B + 1), tokens(B + 2)
     state = layer.learn(x)
-    before = [one.clone() for one in tensors(state)]
+    before = [one.clone() for one in tensors_of(state)]
     mask = torch.ones(2, B + 2, dtype=torch.bool)
     mask[0, 1] = mask[1, 3:] = False
     found = layer.read(asked, state, mask=mask)
     assert found[~mask].eq(0).all()
     for one in range(2):
-        alone = layer.read(asked[one : one + 1, mask[one]], part(state, one))
+        alone = layer.read(asked[one : one + 1, mask[one]], state.select(torch.tensor([one])))
         torch.testing.assert_close(found[one, mask[one]], alone[0], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(tensors(state), before, rtol=0, atol=0)
+    torch.testing.assert_close(tensors_of(state), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["titans_mag", "titans_mal", "lact_block"])
@@ -153,11 +154,3 @@ def test_layers_of_two(name: str) -> None:
 def test_what_cannot_be_read_says_why(name: str, learned: int, why: str) -> None:
     layer = build(name)
     refusal(lambda: layer.read(tokens(3), layer.learn(tokens(learned)) if learned else None), why)
-
-
-def tensors(state: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, Tensor)]
-
-
-def part(state: Any, one: int) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x[one : one + 1], state)

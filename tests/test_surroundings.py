@@ -336,41 +336,31 @@ def layer_of(learner: Learner, optimizer: InnerOptimizer | None = None, **option
     return TTTLayer(8, 2, Reconstruction(), learner, optimizer or GradientDescent(4), **options)
 
 
-class Mixes(Learner):
-    """An average over tokens that is not declared."""
-
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"w": Weight((d_in, d_out))}
-
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return w.linear(x - x.mean(2, keepdim=True), "w")
+def with_a_weight(name: str, forward: Callable[[FastWeights, Tensor], Tensor], std: float = 0.02, **attributes: Any) -> Any:
+    """A class of learners with one fast weight."""
+    weights = lambda self, d_in, d_out: {"kernel": Weight((d_in, d_out), std=std)}  # noqa: E731
+    return type(name, (Learner,), {"weights": weights, "forward": lambda self, w, x: forward(w, x), **attributes})
 
 
-class MixesAfterwards(Mixes):
-    """The same after the weights, where a zero W0 would hide it."""
+def centred(w: FastWeights, x: Tensor) -> Tensor:
+    return w.linear(x - x.mean(2, keepdim=True), "kernel")
 
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"w": Weight((d_in, d_out), std=0.0)}
 
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return w.linear(x, "w").cumsum(2)
+def centred_so_far(w: FastWeights, x: Tensor) -> Tensor:
+    return w.linear(x - x.cumsum(2) / torch.arange(1, x.shape[2] + 1, dtype=x.dtype).unsqueeze(-1), "kernel")
+
+
+Mixes = with_a_weight("Mixes", centred)  # an average over tokens that is not declared
+# the same after the weights, where a zero W0 would hide it
+MixesAfterwards = with_a_weight("MixesAfterwards", lambda w, x: w.linear(x, "kernel").cumsum(2), std=0.0)
+LooksAhead = with_a_weight("LooksAhead", centred, mixes_tokens=True)
+Declared = with_a_weight("Declared", centred_so_far, mixes_tokens=True)
 
 
 @pytest.mark.parametrize(("learner", "form"), [(Mixes, "auto"), (MixesAfterwards, "dual"), (Mixes, "primal"), (MixesAfterwards, "summed")])
 def test_undeclared_mixing_of_tokens(learner: type[Learner], form: str) -> None:
     rule = GradientDescent(4, read="previous" if form == "summed" else "inclusive")
     refusal(lambda: layer_of(learner(), rule, form=form), learner.__name__, "mixes_tokens = True")
-
-
-class LooksAhead(Mixes):
-    mixes_tokens = True
-
-
-class Declared(LooksAhead):
-    """An average over the tokens so far."""
-
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return w.linear(x - x.cumsum(2) / torch.arange(1, x.shape[2] + 1, dtype=x.dtype).unsqueeze(-1), "w")
 
 
 @pytest.mark.parametrize(("read", "form"), [("inclusive", "dual"), ("exclusive", "dual"), ("previous", "summed"), ("committed", "summed")])
@@ -385,20 +375,6 @@ def test_forms_that_take_mixing_apart_are_refused() -> None:
     refusal(lambda: layer_of(Declared(), GradientDescent(4, anchor="batch")), "Declared", "anchor=minibatch")
 
 
-class Raw(Learner):
-    """Uses a raw fast weight, by an operation of the test's choice."""
-
-    def __init__(self, use: Callable[[Any, Tensor], Tensor]):
-        super().__init__()
-        self.use = use
-
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"kernel": Weight((d_in, d_out), std=0.3)}
-
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return self.use(w["kernel"], x)
-
-
 USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "function": (lambda kernel, x: x @ torch.tanh(kernel), "tanh"),
     "matmul": (lambda kernel, x: torch.matmul(x, kernel), "matmul"),
@@ -410,7 +386,8 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("use", list(USES))
 def test_raw_weights_fall_back_or_are_refused_by_name(use: str) -> None:
     function, operation = USES[use]
-    refusal(lambda: layer_of(Raw(function), form="dual"), "'kernel'", operation, "layer.form=auto")
-    assert layer_of(Raw(function)).form == "primal"
-    assert layer_of(Raw(function), GradientDescent(4, read="previous")).form == "summed"
-    refusal(lambda: layer_of(Raw(function), form="summed"), "layer.form=summed", "read=inclusive", "layer.form=auto")
+    raw = with_a_weight("Raw", lambda w, x: function(w["kernel"], x), std=0.3)
+    refusal(lambda: layer_of(raw(), form="dual"), "'kernel'", operation, "layer.form=auto")
+    assert layer_of(raw()).form == "primal"
+    assert layer_of(raw(), GradientDescent(4, read="previous")).form == "summed"
+    refusal(lambda: layer_of(raw(), form="summed"), "layer.form=summed", "read=inclusive", "layer.form=auto")

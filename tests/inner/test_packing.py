@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -14,13 +13,6 @@ from metattt.layer import TTTLayer
 from metattt.learners import Linear
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
-
-
-def flags(batch: int, length: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(batch, length, generator=generator) > 0.2
-    reset = torch.rand(batch, length, generator=generator) > 0.9
-    return mask, reset
 
 
 def layer() -> TTTLayer:
@@ -38,9 +30,8 @@ def test_a_model_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     make_layout = packing.make_layout
     monkeypatch.setattr(packing, "make_layout", lambda *args: planned.append(1) or make_layout(*args))
     ids = torch.randint(256, (2, 40))
-    mask, reset = flags(2, 40)
     with torch.no_grad():
-        model.step(ids, None, mask, reset)
+        model.step(ids, None, torch.rand(2, 40) > 0.2, torch.rand(2, 40) > 0.9)
     assert len(planned) == 1
 
 

@@ -138,11 +138,6 @@ def test_nan_is_not_lost(kind: str, name: str) -> None:
 LEARNERS: dict[str, Any] = {"linear": Linear, "mlp": MLP}
 
 
-def layer(kind: str) -> TTTLayer:
-    torch.manual_seed(0)
-    return TTTLayer(32, 2, Reconstruction(), LEARNERS[kind](), GradientDescent(16, token_steps="shared"))
-
-
 # -- what a user's own part may give ----------------------------------------------------------------------------------
 
 
@@ -249,7 +244,7 @@ def test_without_a_compiler_another_form_is_taken(
     with caplog.at_level(logging.DEBUG, logger="metattt"):
         for _ in range(2):
             assert "compiler" in str(KERNELS["linear"].reason_rejected(given_of(x)))
-        layer("linear")(torch.randn(1, 32, 32))
+        TTTLayer(32, 2, Reconstruction(), Linear(), GradientDescent(16, token_steps="shared"))(torch.randn(1, 32, 32))
     (line,) = [record.message for record in caplog.records if "is not compiled" in record.message]
     assert command in line
 

@@ -6,20 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hf_for_tests import part
 from torch import Tensor
 
 from metattt import TTTLayer, build
 from metattt.measures.inner_steps import inner_losses
-from metattt.testing.specimen import compare, run
+from metattt.testing.specimen import compare, distance, run
 
 GOLDEN: Any = np.load(Path(__file__).parents[1] / "golden" / "mttt_layer.npz")
 STEPS = {"mlp1": 1, "mlp4": 4, "lin": 1}
 SIZES = ("dim=32", "num_heads=4")
-
-
-def part(kind: str, group: str) -> dict[str, Tensor]:
-    prefix = f"{kind}/{group}/"
-    return {name.removeprefix(prefix): torch.tensor(GOLDEN[name]) for name in GOLDEN.files if name.startswith(prefix)}
 
 
 def to_ours(published: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -50,12 +46,8 @@ def built(kind: str, *overrides: str) -> TTTLayer:
     """What the command line would train, with the published parameters."""
     name = "mttt_linear" if kind == "lin" else "mttt_mlp"
     layer = build(f"layer={name}", f"optimizer.steps={STEPS[kind]}", *SIZES, *overrides).double()
-    layer.load_state_dict(to_ours(part(kind, "p")))
+    layer.load_state_dict(to_ours(part(GOLDEN, f"{kind}/p/")))
     return layer
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
 
 def check(layer: TTTLayer, kind: str) -> None:
@@ -63,15 +55,15 @@ def check(layer: TTTLayer, kind: str) -> None:
     y, _ = layer(x)
     (y * weights).sum().backward()
     assert x.grad is not None
-    assert error(y, torch.tensor(GOLDEN[f"{kind}/y"])) < 1e-9
-    assert error(x.grad, torch.tensor(GOLDEN[f"{kind}/gx"])) < 1e-9
-    expected = to_ours(part(kind, "g"))
+    assert distance(y, torch.tensor(GOLDEN[f"{kind}/y"])) < 1e-9
+    assert distance(x.grad, torch.tensor(GOLDEN[f"{kind}/gx"])) < 1e-9
+    expected = to_ours(part(GOLDEN, f"{kind}/g/"))
     ours = dict(layer.named_parameters())
     assert ours.keys() == expected.keys()
     for name, parameter in ours.items():
         if parameter.requires_grad:
             assert parameter.grad is not None
-            assert error(parameter.grad, expected[name]) < 1e-9, name
+            assert distance(parameter.grad, expected[name]) < 1e-9, name
         else:
             assert kind == "lin" and name == "learner.init.w1"
 
@@ -83,7 +75,7 @@ def test_golden_vectors(kind: str, override: str) -> None:
     check(layer, kind)
     losses = inner_losses(layer, torch.tensor(GOLDEN["x"]))
     assert losses.shape == (STEPS[kind] + 1, 4)
-    assert error(losses.sum(1), torch.tensor(GOLDEN[f"{kind}/il"])) < 1e-9
+    assert distance(losses.sum(1), torch.tensor(GOLDEN[f"{kind}/il"])) < 1e-9
 
 
 SGD = ("layer=mttt_mlp", "optimizer.steps=4", "optimizer.sampling=sgd", *SIZES)

@@ -13,13 +13,14 @@ from metattt.testing.specimen import gradients, randomize, run
 
 
 def make(name: str, *more: str) -> Any:
-    torch.manual_seed(0)
-    layer: Any = metattt.build(f"layer={name}", "dim=12", "num_heads=3", *more).double()
+    layer: Any = metattt.build(f"layer={name}", "dim=12", "num_heads=3", "seed=0", *more).double()
     randomize(layer)
     return layer
 
 
-@pytest.mark.parametrize("words", ["kda", "gla", "pkda", "gated_oja", "gka", "rwkv7", "ttt_linear task=lact"])
+@pytest.mark.parametrize("words", [
+    "kda", "gla", "pkda", "gated_oja", "gka", "rwkv7", "ttt_linear task=lact", "ttt_linear layer.output_norm=head_rms layer.gate=true",
+])  # fmt: skip
 @pytest.mark.parametrize("of_heads", [1, 3, 6])
 def test_heads_of_another_width(words: str, of_heads: int) -> None:
     """Two heads of 12, four or two features, beside a model of twelve; learners that keep data have one form."""

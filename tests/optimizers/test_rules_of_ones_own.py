@@ -198,6 +198,20 @@ def another(kind: Any, value: Any) -> list[Any]:
     return [0.5 * value] if isinstance(value, float) else [1] if value is None else []
 
 
+def takes_effect(make: Callable[..., TTTLayer], part: Callable[[TTTLayer], Any], name: str, given: str, value: Any) -> None:
+    """A setting assigned later gives the layer that is made with it, `given`, or is refused."""
+    layer = make()
+    try:
+        setattr(part(layer), name, value)
+        found = layer(x)[0]
+        expected = make(**{given: value})
+    except MetaTTTError:
+        return
+    if not given.endswith((".corruption", ".seed")):  # noise
+        expected.load_state_dict(layer.state_dict())
+        torch.testing.assert_close(found, expected(x)[0], msg=f"{given}={value}")
+
+
 OURS = [getattr(optimizers, name) for name in optimizers.__all__]
 
 
@@ -205,25 +219,15 @@ OURS = [getattr(optimizers, name) for name in optimizers.__all__]
     "kind", [kind for kind in OURS if issubclass(kind, InnerOptimizer) and not inspect.isabstract(kind) and kind != StepSize]
 )
 def test_settings_assigned_later_take_effect_or_are_refused(kind: type[InnerOptimizer]) -> None:
-    parameters = list(inspect.signature(kind).parameters.values())
     learner = LINEAR_MAP if kind().updates else KernelEstimator
 
-    def build(**settings: Any) -> TTTLayer:
+    def made(**settings: Any) -> TTTLayer:
         torch.manual_seed(0)
-        return TTTLayer(8, 2, task(), learner(), kind(**settings)).double()
+        return layer_of(partial(kind, **settings), learner)
 
-    for parameter in parameters:
-        hint = get_type_hints(kind.__init__)[parameter.name]
-        for value in another(hint, parameter.default):
-            layer = build()
-            try:
-                setattr(layer.optimizer, parameter.name, value)
-                found = layer(x)[0]
-                expected = build(**{parameter.name: value})
-            except MetaTTTError:
-                continue
-            expected.load_state_dict(layer.state_dict())
-            torch.testing.assert_close(found, expected(x)[0], msg=f"{parameter.name}={value}")
+    for name, parameter in inspect.signature(kind).parameters.items():
+        for value in another(get_type_hints(kind.__init__)[name], parameter.default):
+            takes_effect(made, lambda layer: layer.optimizer, name, name, value)
 
 
 FEW = ("attention", "comba", "ttt_mlp")
@@ -232,25 +236,16 @@ MORE = ("delta_net", "gated_delta_net2", "rwkv7", "mttt_mlp", "delta_product", "
 
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_settings_of_a_known_layer_assigned_later_take_effect_or_are_refused(name: str) -> None:
-    def made(*overrides: str) -> tuple[TTTLayer, dict[str, nn.Module]]:
-        layer = build(name, *overrides, dim=8, num_heads=2, seed=0).double()
-        return layer, {"task": layer.task, "learner": layer.learner, "layer": layer}
+    def made(**given: Any) -> TTTLayer:
+        overrides = [f"{key}={str(value).lower()}" for key, value in given.items()]
+        return build(name, *overrides, dim=8, num_heads=2, seed=0).double()
 
-    x = torch.randn(2, 9, 8, dtype=torch.float64)
-    for path, part in made()[1].items():
-        for attribute, one in part._settings.items():  # type: ignore[attr-defined]
-            for value in another(one.annotation, getattr(part, attribute, None)) if one.init else ():
-                try:
-                    layer, parts = made()
-                    setattr(parts[path], attribute, value)
-                    found = layer(x)[0]
-                    expected, _ = made(f"{path}.{one.alias or attribute}={str(value).lower()}")
-                except MetaTTTError:
-                    continue
-                if attribute in ("corruption", "seed"):  # noise
-                    continue
-                expected.load_state_dict(layer.state_dict())
-                torch.testing.assert_close(found, expected(x)[0], msg=f"{path}.{attribute}={value}")
+    parts = {"task": lambda layer: layer.task, "learner": lambda layer: layer.learner, "layer": lambda layer: layer}
+    for path, part in parts.items():
+        first = part(made())
+        for attribute, one in first._settings.items():
+            for value in another(one.annotation, getattr(first, attribute, None)) if one.init else ():
+                takes_effect(made, part, attribute, f"{path}.{one.alias or attribute}", value)
 
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
