@@ -67,10 +67,13 @@ def check_given(cfg: DictConfig) -> None:
     steps = cfg.trainer.get("max_steps")
     check_integer("trainer.max_steps", steps, advice=": a run is counted in steps, and must end")
     for key, least in (("accumulate_grad_batches", 1), ("log_every_n_steps", 0)):  # Lightning fails later, unnamed
-        if cfg.trainer.get(key) is not None:
-            check_integer(f"trainer.{key}", cfg.trainer[key], least)
-    if cfg.trainer.get("val_check_interval") == 0:
-        raise MetaTTTError("trainer.val_check_interval=0 is not allowed: give steps, or a share of the run")
+        if (value := cfg.trainer.get(key, 1)) is not None or least:
+            check_integer(f"trainer.{key}", value, least)
+    every, advice = cfg.trainer.get("val_check_interval"), ": give steps, or a share of the run as 0.25"
+    if isinstance(every, float):
+        check_number("trainer.val_check_interval", every, above=0, most=1, advice=advice)
+    elif every is not None and not isinstance(every, str):  # a text is a time
+        check_integer("trainer.val_check_interval", every, advice=advice)
     if cfg.trainer.get("gradient_clip_val") is not None:  # Lightning takes one below 0 for none
         check_number(
             "trainer.gradient_clip_val", cfg.trainer.gradient_clip_val, least=0, advice=", or null for no clipping"
