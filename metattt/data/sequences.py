@@ -91,10 +91,19 @@ class SequenceData(Data, takes=OF_SEQUENCES):
         return self.loader("validation")
 
     def loader(self, part: Part) -> DataLoader[Batch]:
-        """The validation or test sequences in order, once."""
-        size = max(self.batch_size, 256)
-        own = range(self.place.rank, self.validation_size, self.place.world_size)
-        return self._loader(part, [list(own[first : first + size]) for first in range(0, len(own), size)])
+        """The validation or test sequences in order, once: as many batches in every process, which wait for each other.
+
+        Raises:
+            MetaTTTError: more processes than sequences.
+        """
+        number, (rank, processes, *_) = self.validation_size, self.place
+        if number < processes:
+            raise MetaTTTError(
+                f"data.validation_size={number} leaves some of {processes} processes without a sequence: set "
+                f"data.validation_size={processes} or more, or fewer trainer.devices"
+            )
+        count = -(-number // (max(self.batch_size, 256) * processes))
+        return self._loader(part, [own.tolist() for own in np.array_split(range(rank, number, processes), count)])
 
     def _loader(self, part: Part, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:
         return DataLoader(_Drawn(self, part), batch_size=None, sampler=batches, num_workers=self.num_workers)

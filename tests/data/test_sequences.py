@@ -93,11 +93,16 @@ def test_training_goes_on_with_the_batch_it_would_have_seen_and_processes_share_
     assert torch.equal(torch.cat([torch.cat(pair) for pair in zip(*parts, strict=True)]), torch.cat(whole))
 
 
-def test_validation_is_read_once_by_processes_together() -> None:
-    found, data = [], RecallData(validation_size=11)
+@pytest.mark.parametrize("size", [2, 11, 513])  # two times 256 and one more
+def test_validation_is_read_once_by_processes_together(size: int) -> None:
+    found, batches, data = [], set(), RecallData(validation_size=size)
     for data.place in (Place(0, 2), Place(1, 2)):
-        found += [ids for ids, _ in data.val_dataloader()]
-    assert len(torch.cat(found)) == len(torch.cat(found).unique(dim=0)) == 11
+        loader = data.val_dataloader()
+        batches.add(len(loader))
+        found += [ids for ids, _ in loader]
+    assert len(torch.cat(found)) == len(torch.cat(found).unique(dim=0)) == size and len(batches) == 1
+    data.place = Place(1, size + 1)
+    refusal(data.val_dataloader, f"data.validation_size={size + 1} or more")
 
 
 def test_held_out_sequences_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
