@@ -52,6 +52,11 @@ class Images(Data):
     known_classes: Sequence[str] | None = None
 
     @property
+    def streamed(self) -> bool:
+        """The training images come as a stream: a resumed run begins its pass again."""
+        return False
+
+    @property
     def num_classes(self) -> int | None:
         """Number of classes; None if the source does not say."""
         return None
@@ -259,7 +264,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the images, once: of `stage="validate"` only those of validation, if `known_classes` says how to number
-        them. Streams are made again when there are several processes: timm then gives each a part."""
+        them. Streams are made again when there are several processes: timm then gives each a part of the training
+        images."""
         now = (self.place.world_size, self.batch_size)
         if now != self._streams_for and any(isinstance(found, IterableDataset) for found in self._datasets.values()):
             self._datasets.clear()
@@ -305,6 +311,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         streamed = isinstance(found, IterableDataset)
         if streamed and labels:
             found.target_transform = labels.__getitem__
+        if streamed and not train:  # every process reads all of it: timm's shares leave images out and repeat others
+            found.reader.dist_rank, found.reader.dist_num_replicas = 0, 1
         return found if streamed else CheckedImages(found, mode, self.corrupt, labels, self.seed)
 
     def _check_folders(self, name: str, root: Any, found: Any) -> None:
@@ -344,6 +352,10 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         return {label: numbers[one] for label, one in enumerate(own)}
 
     @property
+    def streamed(self) -> bool:
+        return isinstance(self._datasets["train"], IterableDataset)
+
+    @property
     def num_classes(self) -> int | None:
         names = self.class_names
         return len(names) if names is not None else None
@@ -361,7 +373,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Centre crops as `evaluation` says, a part of them in each process: the shorter side is 8/7 of the crop."""
+        """Centre crops as `evaluation` says, a part of them in each process, of a stream all: the shorter side is 8/7 of
+        the crop."""
         return self._loader("validation")
 
     def _loader(self, name: str) -> DataLoader[Batch]:

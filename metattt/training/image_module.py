@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from lightning import Trainer
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -122,6 +123,11 @@ class ImageJob(Job):
             )
         if isinstance(trainer.val_check_interval, int):
             trainer.check_val_every_n_epoch = None  # a stream has passes, which may be shorter
+
+    def header(self, console: Console, trainer: Trainer, model: ImageTransformer, done: int) -> None:
+        super().header(console, trainer, model, done)
+        if done and self.data.streamed:
+            console.print("data    is a stream, which begins its pass again: some of its images come twice, others later")
 
     def about(self, model: ImageTransformer) -> str:
         tokens, flops = model.patch_embed.num_patches, flops_per_image(model)

@@ -150,7 +150,7 @@ def test_every_kind_of_image_file_is_read(dataset: str, folder: Path) -> None:
         refusal(lambda data=data: list(ready(data).val_dataloader()), f"cat/0.tif cannot be read ({message} has no known white")
 
 
-def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
+def test_webdataset_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("webdataset")
     for split in ("train", "validation"):
         with tarfile.open(tmp_path / f"{split}-0.tar", "w") as archive:
@@ -165,6 +165,11 @@ def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
         batches = list(data.train_dataloader())
         assert sorted(shade for images, _ in batches for shade in shades(images)) == list(range(2 * COUNT))
     assert [len(labels) for _, labels in data.val_dataloader()] == [5, 5]
+    with monkeypatch.context() as patch:  # one of two processes, which has no file to itself
+        for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 1)):
+            patch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+        found = ready(small(tmp_path, dataset="wds/own", batch_size=5, **splits)).val_dataloader()
+    assert [len(labels) for _, labels in found] == [5, 5] and data.streamed
     given = ("data.dataset=wds/own", *(f"data.{key}={value}" for key, value in splits.items()), "data.num_workers=1")
     assert main(["train", *settings(tmp_path, tmp_path / "run", *given, "trainer.max_steps=6")]) == 0  # three passes
     assert find_checkpoint(tmp_path / "run").exists()
