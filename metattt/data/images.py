@@ -311,7 +311,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         streamed = isinstance(found, IterableDataset)
         if streamed and labels:
             found.target_transform = labels.__getitem__
-        if streamed and not train:  # every process reads all of it: timm's shares leave images out and repeat others
+        if streamed and not train:  # every process reads all: timm's shares leave images out and repeat others
             found.reader.dist_rank, found.reader.dist_num_replicas = 0, 1
         return found if streamed else CheckedImages(found, mode, self.corrupt, labels, self.seed)
 
@@ -373,8 +373,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Centre crops as `evaluation` says, a part of them in each process, of a stream all: the shorter side is 8/7 of
-        the crop."""
+        """Centre crops as `evaluation` says, a part in each process, of a stream all: the shorter side is 8/7 of the
+        crop."""
         return self._loader("validation")
 
     def _loader(self, name: str) -> DataLoader[Batch]:

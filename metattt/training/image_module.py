@@ -127,7 +127,7 @@ class ImageJob(Job):
     def header(self, console: Console, trainer: Trainer, model: ImageTransformer, done: int) -> None:
         super().header(console, trainer, model, done)
         if done and self.data.streamed:
-            console.print("data    is a stream, which begins its pass again: some of its images come twice, others later")
+            console.print("data    is a stream, which begins its pass again: some images come twice, others later")
 
     def about(self, model: ImageTransformer) -> str:
         tokens, flops = model.patch_embed.num_patches, flops_per_image(model)
