@@ -54,8 +54,8 @@ def _of_model(model: nn.Module, holders: Iterable[Any], x: Tensor, count: int, d
 def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
     """The same for a sequence layer on the meta device, and one sequence of `count` tokens of width `dim`.
 
-    A layer that reads mini-batch by mini-batch costs the same for each, so that two and three of them tell the cost of
-    all.
+    A layer that reads mini-batch by mini-batch costs the same for each, so that two and three of them, and what is left
+    over, tell the cost of all.
     """
     for module in layer.modules():
         if isinstance(module, WholeSequence):
@@ -67,8 +67,9 @@ def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
     if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read != "final":
         size = layer.optimizer.block
         if count > 3 * size:
-            two, three = (count_flops(layer, torch.empty(1, blocks * size, dim, device="meta")) for blocks in (2, 3))
-            return two + round((count / size - 2) * (three - two))
+            lengths = (blocks * size + count % size for blocks in (2, 3))
+            two, three = (count_flops(layer, torch.empty(1, length, dim, device="meta")) for length in lengths)
+            return two + (count // size - 2) * (three - two)
     return count_flops(layer, torch.empty(1, count, dim, device="meta"))
 
 

@@ -20,7 +20,7 @@ from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data.digits import DigitsData
 from metattt.data.images import ImageData
-from metattt.measures.flops import flops_of_layer, flops_per_image
+from metattt.measures.flops import count_flops, flops_of_layer, flops_per_image
 from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.models.timm import LAYERS, SIZES
 from metattt.models.vision import ImageTransformer, sincos2d
@@ -181,12 +181,12 @@ def test_counting_leaves_the_model_alone() -> None:
     assert model.blocks[0].attn.layer.optimizer.seed == 3 and not next(model.parameters()).is_meta
 
 
-@pytest.mark.parametrize("layer", ["ttt_mlp", "delta_net"])
-def test_mini_batches_are_counted_without_running_all(layer: str) -> None:
+@pytest.mark.parametrize("layer", ["ttt_mlp", "delta_net", "lact"])
+@pytest.mark.parametrize("left_over", [0, 3])
+def test_mini_batches_are_counted_without_running_all(layer: str, left_over: int) -> None:
     module = build(f"layer={layer}", "dim=16", "num_heads=2", "optimizer.mini_batch_size=4").to("meta")
-    size = module.optimizer.block
-    whole = sum(flops_of_layer(module, tokens, 16) for tokens in (3 * size, 2 * size))  # each at once
-    assert flops_of_layer(module, 5 * size, 16) == whole
+    tokens = 5 * module.optimizer.block + left_over
+    assert flops_of_layer(module, tokens, 16) == count_flops(module, torch.empty(1, tokens, 16, device="meta"))
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
