@@ -383,7 +383,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             data, (self.in_chans, self.img_size, self.img_size), self.batch_size, is_training=name == "train",
             use_prefetcher=False, scale=(self.min_area, 1.0), hflip=0.5 if self.flip else 0.0, color_jitter=0.0,
             auto_augment=self.augment, mean=centre, std=centre, num_workers=self.num_workers, pin_memory=False,
-            **self.evaluation,
+            persistent_workers=self.num_workers > 0, **self.evaluation,
         )  # fmt: skip
         if isinstance(data, IterableDataset):
             return loader

@@ -107,6 +107,7 @@ class ImageTransformer(VisionTransformer):
             act_layer="gelu_tanh", norm_layer=partial(nn.LayerNorm, eps=EPS), attn_layer=SequenceLayer,
             pos_embed="learn" if position == "learned" else "none", weight_init="skip", drop_path_rate=drop_path_rate,
         )  # fmt: skip
+        self.in_chans = in_chans  # (timm 1.0.28 and older do not keep it)
         for block in self.blocks:
             block.attn.layer = layer()  # type: ignore[union-attr]
         self.reset_classifier(num_classes)
