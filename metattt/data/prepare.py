@@ -263,7 +263,7 @@ def _tokens(batch: Mapping[str, list[Any]], tokenizer: str | None, text_key: str
     encoder = _tokenizer(tokenizer)
     dtype = dtype_of(encoder.vocab_size)
     texts = [text.encode() if isinstance(text, str) else text or b"" for text in batch[text_key]]
-    tokens = [document_tokens(encoder, text).astype(dtype).tobytes() for text in texts]
+    tokens = [document_tokens(encoder, text, dtype).tobytes() for text in texts]
     return {"tokens": tokens, "bytes": list(map(len, texts))}
 
 

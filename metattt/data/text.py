@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -135,7 +136,8 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
                 "data.test_fraction=0"
             )
         # they are in the order of their shares, and every split has one at least
-        below = [sum(one.share(self._split_seed) < edge for one in documents) for edge in (shares[0], sum(shares))]
+        seed = self._split_seed
+        below = [bisect_left(documents, x, key=lambda one: one.share(seed)) for x in (shares[0], sum(shares))]
         validation = min(max(below[0], 1), count - splits + 1) if shares[0] else 0
         test = min(max(below[1] - below[0], 1), count - validation - 1) if shares[1] else 0
         chosen = {
@@ -169,6 +171,6 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else 2**63
         for text in self.split(name):
             if left > 0:
-                pieces.append(document_tokens(self.tokenizer, text[:left]).astype(dtype))
+                pieces.append(document_tokens(self.tokenizer, text[:left], dtype))
                 left -= len(text)
         return np.concatenate(pieces)

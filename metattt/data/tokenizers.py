@@ -76,10 +76,10 @@ class Tokenizer:
         raise NotImplementedError
 
 
-def document_tokens(tokenizer: Tokenizer, text: bytes) -> np.ndarray:
-    """A document as tokens, int64: the separator, the text, and the token of end if there is one."""
+def document_tokens(tokenizer: Tokenizer, text: bytes, dtype: Any = np.int64) -> np.ndarray:
+    """A document as tokens of a type of number: the separator, the text, and the token of end if there is one."""
     end = [] if tokenizer.end is None else [tokenizer.end]
-    return np.concatenate([[tokenizer.separator], tokenizer.encode(text), end]).astype(np.int64)
+    return np.concatenate([[tokenizer.separator], tokenizer.encode(text), end], dtype=dtype, casting="unsafe")
 
 
 class ByteTokenizer(Tokenizer):
