@@ -50,8 +50,9 @@ class Run(NamedTuple):
 
     def curve(self, column: str) -> list[tuple[int, float]]:
         """The values of a column by step; those of validation only, if it is one of these."""
-        rows = self.rows if not column.startswith("validation/") else filter(of_validation, self.rows)
-        return [(int(row[STEP]), float(row[column])) for row in rows if row.get(column)]
+        rows = [row for row in self.rows if row.get(column)]
+        rows = list(filter(of_validation, rows)) if column.startswith("validation/") else rows
+        return [(int(row[STEP]), float(row[column])) for row in rows]
 
     def final(self, column: str) -> float:
         """The last value of a column; NaN if there is none."""
