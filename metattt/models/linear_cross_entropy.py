@@ -45,6 +45,8 @@ def linear_cross_entropy(
             for rows, own in parts
         ]
         return torch.cat(losses)
+    if not torch.is_grad_enabled():  # autograd says of a parameter that it needs a gradient there, too
+        x, weight = x.detach(), weight.detach()
     device = x.device.type
     matmul_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, matmul_dtype)

@@ -82,6 +82,15 @@ def test_only_what_needs_gradients_gets_them() -> None:
         frozen.requires_grad_()
 
 
+def test_no_gradient_is_made_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels = data(64, 8, 53, torch.float32)
+    expected = linear_cross_entropy(x, weight, labels, ignore_index=-1, max_logits=500)
+    monkeypatch.setattr(Tensor, "scatter_add_", None)  # softmax − one-hot
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert linear_cross_entropy(x, weight, labels, ignore_index=-1, max_logits=500) == expected
+
+
 def test_a_model_with_tied_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Echo(torch.nn.Module):
         def forward(self, x: Tensor, state: object, mask: object = None, reset: object = None) -> tuple[Tensor, object]:
