@@ -9,6 +9,7 @@ import numpy as np
 
 from metattt.errors import MetaTTTError
 
+PIECE = 2**22  # tokens that are counted or predicted at a time: memory does not grow with the text
 MOST = 2**26  # entries of a table; where it would have more, the text is sorted
 
 
@@ -42,13 +43,7 @@ class NGram:
     def fit(self, windows: np.ndarray) -> NGram:
         """Counts the training text: windows `[N, T + 1]` that follow one another, so that contexts reach across
         them."""
-        stream = windows.reshape(-1).astype(np.int64)
-        self.counts = []
-        for k in range(self.order + 1):
-            key = np.zeros(max(0, len(stream) - k), np.int64)
-            for j in range(k + 1):
-                key = key * self.vocab_size + stream[j : j + len(key)]
-            self.counts.append(_Counts.of(key, self.vocab_size, k))
+        self.counts = [_Counts.of(windows.reshape(-1), self.vocab_size, k) for k in range(self.order + 1)]
         return self
 
     def nats(self, windows: np.ndarray, order: int | None = None) -> np.ndarray:
@@ -75,7 +70,10 @@ class NGram:
     def bits_per_byte(self, windows: np.ndarray, token_bytes: np.ndarray, order: int | None = None) -> float:
         """Total `−log2 P` of the predicted tokens of the windows over the bytes `token_bytes[id]` that they stand for;
         `order` as in `nats`."""
-        return float(self.nats(windows, order).sum() / np.log(2) / token_bytes[windows[:, 1:]].sum())
+        rows = max(1, PIECE // windows.shape[1])
+        parts = [windows[start : start + rows] for start in range(0, len(windows), rows)]
+        nats = sum(self.nats(one, order).sum() for one in parts)
+        return float(nats / np.log(2) / sum(token_bytes[one[:, 1:]].sum() for one in parts))
 
 
 class _Counts(NamedTuple):
@@ -89,14 +87,17 @@ class _Counts(NamedTuple):
     vocab_size: int
 
     @classmethod
-    def of(cls, key: np.ndarray, vocab_size: int, k: int) -> _Counts:
-        """`key` `[N]`: of every token of the text, with the k before it."""
-        if vocab_size ** (k + 1) <= MOST:  # counted, not sorted
-            table = np.bincount(key)
+    def of(cls, stream: np.ndarray, vocab_size: int, k: int) -> _Counts:
+        """Counts every token of the text `stream` `[N]`, with the k before it."""
+        size = vocab_size ** (k + 1)
+        if size <= MOST:  # counted, not sorted
+            table = np.zeros(size, np.int64)
+            for start in range(0, len(stream) - k, PIECE):
+                table += np.bincount(_keys(stream[start : start + PIECE + k], vocab_size, k), minlength=size)
             keys = np.flatnonzero(table)
             counts = table[keys]
         else:
-            keys, counts = np.unique(key, return_counts=True)
+            keys, counts = np.unique(_keys(stream, vocab_size, k), return_counts=True)
         contexts, start = np.unique(keys // vocab_size, return_index=True)
         total = np.add.reduceat(counts, start) if len(start) else counts
         return cls(keys, counts, contexts, total, np.diff(start, append=len(keys)), vocab_size)
@@ -108,6 +109,15 @@ class _Counts(NamedTuple):
             _value(self.contexts, self.total, context),
             _value(self.contexts, self.distinct, context),
         )
+
+
+def _keys(tokens: np.ndarray, vocab_size: int, k: int) -> np.ndarray:
+    """Every token after the first k with the k before it, as the digits of a number in base V: `[N − k]`."""
+    tokens = tokens.astype(np.int64)
+    key = np.zeros(max(0, len(tokens) - k), np.int64)
+    for j in range(k + 1):
+        key = key * vocab_size + tokens[j : j + len(key)]
+    return key
 
 
 def _value(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -130,6 +130,16 @@ def test_the_baseline_equals_a_brute_force_count() -> None:
     assert math.isclose(NGram(vocab).fit(train).bits_per_byte(validation, sizes), bits, rel_tol=1e-12)
 
 
+def test_a_text_is_counted_and_predicted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, validation = drawn(2, (9, 8), (5, 8))
+    whole = NGram(5, 3).fit(train)
+    monkeypatch.setattr("metattt.measures.ngram.PIECE", 17)
+    pieces, sizes = NGram(5, 3).fit(train), np.ones(5)
+    assert np.array_equal(whole.nats(validation), pieces.nats(validation))
+    bits = whole.nats(validation).sum() / math.log(2) / validation[:, 1:].size
+    assert math.isclose(pieces.bits_per_byte(validation, sizes), bits, rel_tol=1e-12)
+
+
 def test_counts_that_are_listed_are_those_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     train, validation = drawn(1, (9, 8), (4, 8))
     table = NGram(5, 3).fit(train)
