@@ -87,22 +87,20 @@ def score(
     """
     check_integer("segment", segment)
     device = next(model.parameters()).device
-    nats: list[Tensor] = []
-    num_bytes: list[Tensor] = []
+    nats = num_bytes = torch.zeros((), dtype=torch.long)
     windows = 0
     for batch in loader:
         losses = _losses(model, batch.to(device), segment, document_start)
-        nats.append(losses.double().sum(0).cpu())
-        if not bool(nats[-1].isfinite().all()):
-            place = int((~nats[-1].isfinite()).int().argmax())
+        nats = nats + losses.double().sum(0).cpu()
+        if not bool(nats.isfinite().all()):
+            place = int((~nats.isfinite()).int().argmax())
             raise NotFinite(
-                f"the loss is {nats[-1][place].item()} from position {place + 1} on: the weights, or what the inner "
+                f"the loss is {nats[place].item()} from position {place + 1} on: the weights, or what the inner "
                 "loop makes of them on this text, have diverged; take an earlier checkpoint"
             )
-        num_bytes.append(token_bytes[batch[:, 1:]].sum(0))
+        num_bytes = num_bytes + token_bytes[batch[:, 1:]].sum(0)
         windows += len(batch)
-    found = torch.stack(nats).sum(0).numpy()
-    return Scores(found, torch.stack(num_bytes).sum(0).numpy(), np.full(len(found), windows))
+    return Scores(nats.numpy(), num_bytes.numpy(), np.full(len(nats), windows))
 
 
 def _losses(model: LanguageModel, ids: Tensor, segment: int, document_start: int | None) -> Tensor:
