@@ -86,8 +86,9 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
         if value is not None:
             check_integer(key, value, at_least)
     model, tokenizer, folder = load_causal(chosen)
-    texts = read_documents(chosen.data.path, chosen.data.text_key)[: chosen.data.documents]
-    documents = [torch.from_numpy(document_tokens(tokenizer, one.text))[: chosen.data.max_tokens] for one in texts]
+    texts = read_documents(chosen.data.path, chosen.data.text_key, most=chosen.data.documents)
+    most = chosen.data.max_tokens  # copied: a view would keep all tokens of a long text
+    documents = [torch.tensor(document_tokens(tokenizer, one.text)[:most]) for one in texts]
     adapter = Adapter(
         model, chosen.fast, instantiate_part(cfg, "optimizer"), chosen.rank, chosen.context, chosen.frozen_blocks,
         chosen.clip, chosen.seed,

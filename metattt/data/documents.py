@@ -10,6 +10,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,19 +55,22 @@ def share(name: bytes, seed: int) -> float:
     return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + name).digest()[:8], "big") / 2**64
 
 
-def read_documents(path: str | Sequence[str] | None, text_key: str, key: str = "data.path") -> list[Document]:
-    """All documents that are not empty, under a path.
+def read_documents(
+    path: str | Sequence[str] | None, text_key: str, key: str = "data.path", most: int | None = None
+) -> list[Document]:
+    """The documents that are not empty, under a path.
 
     Args:
         path: a file, a folder (searched recursively), or a list of these. None: the sources of Python's standard
             library.
         text_key: the key (jsonl) or column (parquet) that holds the text.
         key: of the setting, for messages.
+        most: at most so many, the first; None: all.
 
     Raises:
         MetaTTTError: a path that does not exist or holds no text, or a file that cannot be read.
     """
-    documents = list(iterate_documents(find_files(path, key), text_key))
+    documents = list(islice(iterate_documents(find_files(path, key), text_key), most))
     if not documents:
         raise MetaTTTError(f"{key}={path} holds no text: its files ({', '.join(SUFFIXES)}) are missing or empty")
     return documents

@@ -188,6 +188,8 @@ def test_what_is_no_character_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "half \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n{"text": "byte \xff"}\n')
     found = [document.text.decode() for document in read_documents(str(tmp_path), "text")]
     assert found == ["half \ufffd", "whole \U0001f600", "byte \ufffd"]
+    (tmp_path / "y.jsonl").write_text("not json")
+    assert len(read_documents(str(tmp_path), "text", most=3)) == 3  # no more than these is read
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
