@@ -92,8 +92,8 @@ class _Counts(NamedTuple):
         size = vocab_size ** (k + 1)
         if size <= MOST:  # counted, not sorted
             table = np.zeros(size, np.int64)
-            for start in range(0, len(stream) - k, PIECE):
-                table += np.bincount(_keys(stream[start : start + PIECE + k], vocab_size, k), minlength=size)
+            for first in range(0, len(stream) - k, PIECE):
+                table += np.bincount(_keys(stream[first : first + PIECE + k], vocab_size, k), minlength=size)
             keys = np.flatnonzero(table)
             counts = table[keys]
         else:
