@@ -14,11 +14,12 @@ from metattt.layer import TTTLayer
 from metattt.modules import RMSNorm, check_finite, projection, rms_norm
 from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
-from metattt.state import State
+from metattt.state import State, in_files
 
 NORM_EPS = 1e-5  # of the RMSNorms
 
 
+@in_files
 class CombinedState(NamedTuple):
     """The states of both layers; methods as those of `State`."""
 
@@ -34,9 +35,6 @@ class CombinedState(NamedTuple):
     map, to, detach = State.map, State.to, State.detach  # type: ignore[misc]
     select, nbytes = State.select, State.nbytes  # type: ignore[misc]
     save, load = State.save, classmethod(State.load.__func__)  # type: ignore[misc]
-
-
-torch.serialization.add_safe_globals([CombinedState])
 
 
 class Combined(SequenceLayer):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from metattt.nested import count_bytes, map_tensors, move_tensors
+from metattt.torch_private import register_namedtuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,8 +18,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 Tensors = dict[str, Tensor]
+Named = TypeVar("Named", bound=type)
 
 WHOLE_CALL = 2**31  #: the mini-batch size that stands for all tokens of a call, or of each document in it
+
+
+def in_files(kind: Named) -> Named:
+    """Lets files of torch hold the named tuple `kind`: those of `torch.save`, and programs of
+    `torch.export.save`. They can be loaded once its module is imported, as every layer does."""
+    torch.serialization.add_safe_globals([kind])
+    register_namedtuple(kind, serialized_type_name=f"metattt.{kind.__name__}")
+    return kind
 
 
 class Context(NamedTuple):
@@ -77,6 +87,7 @@ class DataGates(NamedTuple):
         return self._replace(write=torch.where(valid.unsqueeze(1), self.write, 0), keep=keep, decay=decay)
 
 
+@in_files
 class State(NamedTuple):
     """The hidden state of one layer for `B` sequences: pass it to the next call to continue.
 
@@ -165,6 +176,3 @@ def _shown(value: object, most: int = 8) -> str:
         named = [f"{name} {_shown(x)}" for name, x in list(value.items())[:most]]
         return ", ".join(named) + (f" and {len(value) - most} more" if len(value) > most else "")
     return str(list(value.shape)) if isinstance(value, Tensor) else f"{value!r:.80}"
-
-
-torch.serialization.add_safe_globals([State])  # `torch.load` reads it once this module is imported, as every layer does

@@ -18,3 +18,7 @@ fake_mode = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.
 
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The saved-tensor hooks in force (a checkpoint's, `save_on_cpu`'s), asked with `False`; None if there are none."""
+
+
+register_namedtuple = pytree._register_namedtuple
+"""Gives a named tuple the name that files of `torch.export.save` call it by."""

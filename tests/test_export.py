@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from metattt.catalog.known_layers import known_layers
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
+from metattt.models import LanguageModel
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
 
@@ -69,6 +71,17 @@ def test_open_sizes_where_there_is_no_loop(strict: bool) -> None:
     program = torch.export.export(layer, (x,), dynamic_shapes=sizes, strict=strict).module()
     longer = torch.randn(3, 13, 16)
     check(program, layer(longer), longer)
+
+
+def test_an_exported_program_is_saved_with_its_states() -> None:
+    model = LanguageModel(50, 16, 1, partial(build, "ttt_linear"))
+    for module, x in ((build("titans_mag"), torch.randn(2, 9, 16)), (model, torch.randint(50, (2, 9)))):
+        file, expected = io.BytesIO(), module(x)
+        torch.export.save(torch.export.export(module, (x,)), file)
+        file.seek(0)
+        program = torch.export.load(file).module()
+        assert type(program(x)[1]) is type(expected[1])
+        check(program, expected, x)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

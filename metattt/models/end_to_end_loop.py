@@ -28,9 +28,10 @@ from metattt.inner.recompute import recompute
 from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, needs_probes, rounds
 from metattt.nested import map_tensors, tensors_of
-from metattt.state import State, Tensors
+from metattt.state import State, Tensors, in_files
 
 
+@in_files
 class Adaptation(NamedTuple):
     """What the inner loop carries between calls for `B` sequences.
 
@@ -53,9 +54,6 @@ class Adaptation(NamedTuple):
     start: tuple[Any, ...]
 
     map, nbytes = State.map, State.nbytes  # type: ignore[misc]
-
-
-torch.serialization.add_safe_globals([Adaptation])
 
 
 class Cut(NamedTuple):

@@ -18,9 +18,10 @@ from metattt.modules import RMSNorm
 from metattt.nested import map_tensors
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.state import Context, State
+from metattt.state import Context, State, in_files
 
 
+@in_files
 class LanguageModelState(NamedTuple):
     """What the model carries between calls for `B` sequences; methods as those of `State`.
 
@@ -43,9 +44,6 @@ class LanguageModelState(NamedTuple):
 
     to, detach, nbytes = State.to, State.detach, State.nbytes  # type: ignore[misc]
     save, load = State.save, classmethod(State.load.__func__)  # type: ignore[misc]
-
-
-torch.serialization.add_safe_globals([LanguageModelState])
 
 
 @register(group="model", name="language_model", version=2)
