@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: F401 - has a shape and a device, and no values
-from torch.utils import _pytree as pytree  # noqa: F401 - walks nested tuples and dictionaries
+from torch.utils import _pytree as pytree  # walks nested tuples and dictionaries
 
 interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The innermost `torch.func` transform (vmap, grad, jvp) that is running; None outside of all."""
