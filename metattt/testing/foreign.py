@@ -111,7 +111,7 @@ def splits(subject: Subject) -> float:
     detaches = getattr(subject.module, "detaches", False)
     expected = [] if detaches else subject.gradients(x, lambda x: subject(x)[0])
     end = subject.length
-    for cuts in (list(range(1, end)), [size], [size + 1, *range(size + 2, end)], [1, 3, size + 2, end - 2]):
+    for cuts in (list(range(1, end)), [size], [size + 1, *range(size + 2, end)], sorted({1, 3, size + 2, end - 2})):  # no empty piece
         with torch.no_grad():
             worst = max(worst, distance(subject.pieces(x, cuts), whole))
         if detaches:
@@ -144,7 +144,7 @@ def resets(subject: Subject) -> float:
     """Packed documents have the outputs and gradients that they have alone."""
     _needs(subject.has_reset, "reset")
     x, worst = subject.tokens(), 0.0
-    for starts in ([subject.period], [1, 2, subject.period + 1], [3, 7, subject.length - 1]):
+    for starts in ([subject.period], sorted({1, 2, subject.period + 1}), [3, 7, subject.length - 1]):
         rows = [[0, *starts], [0, *sorted(subject.length - start for start in starts)]]  # as in `_pad`: not alike
         reset = torch.zeros(x.shape[:2], dtype=torch.bool)
         for row, places in enumerate(rows):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from metattt.catalog.equations import computed
 from metattt.composition.instantiate import instantiate_layer, instantiate_part
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.layer import TTTLayer
 from metattt.state import WHOLE_CALL
 from metattt.testing.foreign import Subject, examine
@@ -76,6 +76,8 @@ def _of_layer(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
 
 
 def _of_module(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
+    for key in ("dim", "period"):
+        check_integer(key, cfg[key], most=2**24)
     try:
         subject = Subject(pkgutil.resolve_name(cfg.module), cfg.dim, cfg.period)
     except (ImportError, AttributeError, ValueError, TypeError) as error:

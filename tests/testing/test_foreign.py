@@ -120,6 +120,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         with pytest.raises(SystemExit, match="1"):
             main(["check", f"module=cells:{name}", "dim=8"])
         assert "FAIL" in capsys.readouterr().out
+    assert main(["check", "module=cells:Plain", "dim=8", "period=1"]) == 0  # no piece of its sequences is empty
+    assert main(["check", "module=cells:Plain", "dim=8", "period=0"]) == 2
+    assert "period=0" in capsys.readouterr().err
     assert main(["check", "module=cells:Absent", "dim=8"]) == 2
     assert "module=package.file:name" in capsys.readouterr().err
     assert "cells" in sys.modules
