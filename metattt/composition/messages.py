@@ -91,6 +91,8 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
     )
     command = "metattt.build()" if job == "build" else f"`metattt {job}`"
     said = f"`{key}` is not {f'a field of {owner}' if owner else f'a key of {command}'}."
+    if suggestion and suggestion == key:  # a key of the command, not of a part
+        return f"{said} It stands by itself: `{key}=`, without `{owner}.`."
     if suggestion:
         inner = OF_THE_INNER_LOOP.get(suggestion)
         other = f" (`{inner}` is that of the inner loop.)" if inner in keys else ""

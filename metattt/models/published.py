@@ -198,6 +198,8 @@ def to_ours(tensors: Mapping[str, Any], model: LanguageModel, side: Side) -> dic
         problems.append(f"wrong shape: {', '.join(sizes)}")
     wrong = [f"{name} {given[name].dtype}" for name in wanted if name in given and not given[name].is_floating_point()]
     problems += [f"not floating point: {', '.join(wrong)}"] if wrong else []
+    empty = [name for name in wanted if name in given and given[name].is_meta]
+    problems += [f"without values, on the meta device: {_list(empty)}"] if empty else []
     if problems:
         raise MetaTTTError("the tensors do not fit the configuration. " + "; ".join(problems))
     return {ours: _row(ours).read(given[name], side).contiguous() for name, ours in wanted.items()}

@@ -95,6 +95,7 @@ def test_a_key_of_a_job_that_makes_nothing() -> None:
 
 @pytest.mark.parametrize(("overrides", "expected"), [
     ("layer=ttt_linear optimizer=append", "set optimizer=minibatch"),
+    ("layer.direction=both", "`direction=`, without `layer.`"),
     ("learner=custom", "give learner._target_=package.Class"),
     ("learner=custom learner._target_=nowhere.X", "`learner._target_=nowhere.X` cannot be imported: No module"),
     ("learner=custom learner._target_=fractions.Fractoin", "fractions has no Fractoin. Did you mean `learner._target_=fractions.Frac"),

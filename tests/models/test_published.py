@@ -156,6 +156,9 @@ def test_every_name_that_does_not_fit_is_listed() -> None:
     params, keys = to_published(published("linear_mamba"), "jax")
     params["step"] = torch.tensor(3.0)
     refusal(lambda: from_published(params, keys, "jax"), "unknown: step")
+    params, keys = to_published(published("linear_mamba"))
+    params["model.norm.weight"] = params["model.norm.weight"].to("meta")
+    refusal(lambda: from_published(params, keys), "on the meta device: model.norm.weight")
 
 
 @pytest.mark.parametrize(
