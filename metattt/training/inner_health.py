@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from metattt.declared import WithSettings
 from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health, learning
+from metattt.optimizers.momentum import RATES, STEPS
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.training.divergence import listed, say
@@ -122,8 +124,11 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
         larger = "optimizer.base_lr=1 (now 0)" if rate == 0 else "a lower training.lr, or a larger optimizer.base_lr"
         most = health.eta[bad].max()
         found["eta"] = f"{_heads(bad)} learns nothing: η is at most {most:.1g} for every token: try {larger}"
-    if health.alpha is not None and (bad := health.alpha < FORGETTING).any():
-        kept = "optimizer.decay_init=0.99" if hasattr(rule, "decay_init") else "a decay nearer to 1"
+    decay = str(getattr(rule, "decay", ""))
+    # rates of decay are drawn: heads are meant to differ, and the least α that one begins with is no fault
+    least = math.exp(-RATES[decay][1] * STEPS[1]) if decay in RATES else FORGETTING
+    if health.alpha is not None and (bad := health.alpha < least).any():
+        kept = "optimizer.decay_init=0.99" if decay in ("constant", "shared", "per_head") else "a decay nearer to 1"
         most = health.alpha[bad].max()
         found["alpha"] = (
             f"{_heads(bad)} forgets: α is at most {most:.2g} for every token: try {kept}, or a lower training.lr"

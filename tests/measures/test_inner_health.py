@@ -1,5 +1,6 @@
 """Inner loops that learn nothing, and gates that have died: seen, named, and said once."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,21 @@ def test_dead_gates_are_named_with_their_places() -> None:
             layer.optimizer.decay_gate.bias[1] = -3.0  # type: ignore[union-attr,index,operator]
         found = dict(complaints(layer_health(layer, x), layer))
         assert found["alpha"].startswith("head 1 forgets: α is at most 0.0") and "optimizer.decay_init=0.99" in found["alpha"]
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2"])
+def test_rates_of_decay_that_are_drawn_are_no_fault_but_dead_ones_are(name: str) -> None:
+    layer, x = build(f"layer={name}", "dim=16", "num_heads=2").eval(), torch.randn(2, 16, 16)
+    gate: Any = layer.optimizer.decay_gate  # type: ignore[union-attr]
+    with torch.no_grad():
+        gate.weight.zero_()
+        gate.bias.fill_(math.log(math.expm1(0.09)))  # Δ and A near the most that are drawn: α = 0.24
+        gate.log_rate.fill_(math.log(16))
+    assert "alpha" not in kinds(layer, x)
+    with torch.no_grad():
+        gate.log_rate[1] = 9.0
+    found = dict(complaints(layer_health(layer, x), layer))["alpha"]
+    assert found.startswith("head 1 forgets") and "decay_init" not in found  # which such a gate has no use for
 
 
 def test_nan_is_no_progress() -> None:
