@@ -61,6 +61,8 @@ class SequenceLayer(Declared, ABC):
         """
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0 or not torch.is_floating_point(x):
             raise _wrong_tokens(x, self.dim)
+        if torch.jit.is_tracing():  # a kernel's results would be constants of the program
+            raise MetaTTTError("torch.jit.trace cannot follow a layer: use torch.export")
         sorted_already = packing is not None
         if mask is not None or reset is not None:
             check_flags(x, mask, reset)

@@ -84,6 +84,12 @@ def test_an_exported_program_is_saved_with_its_states() -> None:
         check(program, expected, x)
 
 
+def test_torch_jit_is_refused() -> None:
+    """The results of a kernel would be constants of its program."""
+    with pytest.raises(MetaTTTError, match=r"use torch\.export"):
+        torch.jit.trace(build("gated_delta_net"), (torch.randn(2, 9, 16),), check_trace=False)
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_open_sizes_of_a_loop_are_refused(axis: int) -> None:
     sizes = {"x": {axis: torch.export.Dim("N", min=2, max=64)}}

@@ -128,6 +128,12 @@ class ImageJob(Job):
         super().header(console, trainer, model, done)
         if done and self.data.streamed:
             console.print("data    is a stream, which begins its pass again: some images come twice, others later")
+        if (warmup := self.cfg.training.warmup_steps) >= trainer.max_steps > 0:
+            console.print(
+                f"warm-up is longer than the run (training.warmup_steps={warmup}): the learning rate never falls"
+            )
+        if (ours := self.data.num_classes) is not None and ours < model.num_classes:
+            console.print(f"classes {ours}, of the model {model.num_classes}: model.num_classes={ours} leaves none over")
 
     def about(self, model: ImageTransformer) -> str:
         tokens, flops = model.patch_embed.num_patches, flops_per_image(model)

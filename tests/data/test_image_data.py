@@ -248,9 +248,19 @@ def settings(folder: Path, run: Path, *overrides: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_a_folder_trains(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_trains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(compose(*settings(folder, tmp_path / "run", "trainer.precision=bf16-mixed"))) == 0
     assert (tmp_path / "run" / "loss_curve.png").is_file()
+    assert not any(word in capsys.readouterr().out for word in ("warm-up", "classes"))
+
+
+def test_settings_of_imagenet_that_a_small_folder_keeps_are_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("training.warmup_steps=10000", "model.num_classes=1000", "trainer.max_steps=1")
+    assert train(compose(*settings(folder, tmp_path / "run", *given))) == 0
+    said = capsys.readouterr().out
+    assert "training.warmup_steps=10000" in said and "model.num_classes=2 leaves none over" in said
 
 
 @pytest.mark.parametrize("workers", [0, 2])
