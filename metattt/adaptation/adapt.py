@@ -95,7 +95,9 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     )  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
     learned = sum(value.numel() for value in adapter.fast.start.values())
-    console.print(f"{len(documents):,} documents, {sum(map(len, documents)):,} tokens; {learned:,} numbers learn")
+    count = f"{len(documents):,} documents, {sum(map(len, documents)):,} tokens"
+    seen = "carries its state" if adapter.carries else f"sees {adapter.context:,} tokens before a mini-batch (context)"
+    console.print(f"{count}; the model {seen}; {learned:,} numbers learn")
     if not chosen.reset and (same := repeated(documents)):
         console.print(
             f"{len(same)} documents are equal to an earlier one, which was learned before they are scored: leave them "
@@ -147,7 +149,14 @@ def load_causal(chosen: AdaptSettings) -> tuple[nn.Module, Tokenizer, Path]:
     need("transformers", extra="hf", what=f"a model of type {kind}")
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(chosen.checkpoint, use_safetensors=True)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(chosen.checkpoint, use_safetensors=True)
+    except OSError as error:
+        if path.exists():
+            raise
+        raise MetaTTTError(
+            f"checkpoint={chosen.checkpoint} is no folder here, and as a name on the Hub it could not be loaded: {error}"
+        ) from error
     model = model.to(device).eval()
     file = path / "tokenizer.json"
     content = read_text(file, MOST_BYTES) if file.is_file() else None

@@ -155,7 +155,7 @@ def bits_by_position(scores: Mapping[str, Scores], edges: Sequence[int]) -> Tabl
         )
         for start, stop in pairwise(edges)
     )
-    return table("bits per byte by position (tokens of context)", ("position", *scores), rows, left=0)
+    return table("bits per byte by position (tokens)", ("position", *scores), rows, left=0)
 
 
 def rows(scores: Mapping[str, Scores], edges: Sequence[int]) -> Iterator[tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,16 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
     llama(vocab_size=257, max_position_embeddings=128).save_pretrained(tmp_path / "llama")
     words = [f"checkpoint={tmp_path / 'llama'}", f"data.path={run / 'texts'}", *FEW, f"output_dir={tmp_path}"]
     assert main(["adapt", *words, "fast=mlp", "tokenizer=bytes", "audit=2"]) == 0
-    assert "no prediction saw its token" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no prediction saw its token" in out and re.search(r"the model sees \d+ tokens before a mini-batch", out)
     assert main(["adapt", *words, "context=100"]) == 2
     assert "128 positions of the model: lower context" in capsys.readouterr().err
+
+
+def test_a_mistyped_folder_is_named(run: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = told("adapt", "checkpoint=no_folder/llama", f"data.path={run / 'texts'}")
+    assert "checkpoint=no_folder/llama is no folder here" in said and "traceback" not in said
 
 
 @pytest.mark.parametrize(("override", "message"), [
