@@ -155,7 +155,7 @@ def load_causal(chosen: AdaptSettings) -> tuple[nn.Module, Tokenizer, Path]:
         if path.exists():
             raise
         raise MetaTTTError(
-            f"checkpoint={chosen.checkpoint} is no folder here, and as a name on the Hub it could not be loaded: {error}"
+            f"checkpoint={chosen.checkpoint} is no folder here, and could not be loaded from the Hub: {error}"
         ) from error
     model = model.to(device).eval()
     file = path / "tokenizer.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,13 @@ def instantiate_model(cfg: DictConfig) -> LanguageModel:
         cfg.model.blocks = None
     make = instantiate_part(cfg, "model", _partial_=True)
     options: dict[str, Any] = {"layer": partial(instantiate_layer, cfg)} if layers is None else {"blocks": layers}
+    try:
+        inspect.signature(make).bind_partial(**options)
+    except TypeError as error:
+        raise MetaTTTError(
+            f"model._target_={cfg.model._target_}: {error}: a model takes layer=<function that makes a layer>, as a "
+            "subclass of metattt.models.LanguageModel does"
+        ) from error
     model: LanguageModel = make(**options)
     if not hasattr(model, "parameters"):
         raise MetaTTTError(

@@ -41,9 +41,11 @@ class Cell(NamedTuple):
 def cell_name(swept: str) -> str:
     """The name of a cell's folder, from its overrides with + between them (Hydra's `override_dirname`).
 
-    Quotes are left out. Where other characters have to be, or it would be too long, a checksum tells the names apart.
+    Quotes are left out, and the + of a new key. Where other characters have to be, or it would be too long, a
+    checksum tells the names apart.
     """
-    plain = swept.replace("'", "").replace('"', "") or "run"
+    unquoted = swept.replace("'", "").replace('"', "")
+    plain = re.sub(r"(^|\+)\++(?=[\w.@/]+=)", r"\1", unquoted) or "run"
     name = re.sub(r"[^\w.,=+\-\[\]]", "_", plain)
     if name != plain or len(name) > LONGEST_NAME or name.startswith("."):
         name = f"{name[: LONGEST_NAME - 7].lstrip('.')}-{digest(swept.encode())[:6]}"

@@ -16,6 +16,7 @@ from metattt.cli import main
 from metattt.composition import components
 from metattt.composition.aliases import KEYS
 from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.composition.messages import known_keys
 from metattt.composition.settings import settings
 from metattt.composition.signatures import Unreadable, constructor, registered
@@ -106,6 +107,12 @@ def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None
     """Words of Hydra are parsed here. They change with a release, and then these fail: "raised while composing config",
     "Error locating target", "Error in call to target" with an unexpected or missing argument, "full_key"."""
     refusal(lambda: build(*overrides.split(), "dim=16", "num_heads=2"), expected)
+
+
+def test_a_model_that_takes_no_layers() -> None:
+    cfg = compose("dim=16", "num_heads=2")
+    cfg.model = {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 4}
+    refusal(lambda: instantiate_model(cfg), "model._target_=torch.nn.Linear: got an unexpected keyword argument 'layer'")
 
 
 def test_a_debugger_changes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:

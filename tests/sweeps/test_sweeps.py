@@ -190,6 +190,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, told: Callable[..., 
 def test_names_of_cells() -> None:
     assert cell_name("layer=ttt_mlp+seed=0") == "layer=ttt_mlp+seed=0"
     assert cell_name("data.path='a.txt'") == "data.path=a.txt"
+    assert cell_name("++learner.width=2+seed=0") == "learner.width=2+seed=0" == cell_name("learner.width=2+++seed=0")
     names = [cell_name(f"data.path='{path}'") for path in ("/a/b", "/a_b", "a/b", "../a", "é b")]
     assert len(set(names)) == 5 and not any("/" in name for name in names)
     long = [cell_name("x=" + "1" * 300 + str(number)) for number in range(2)]
