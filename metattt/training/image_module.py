@@ -133,7 +133,7 @@ class ImageJob(Job):
                 f"warm-up is longer than the run (training.warmup_steps={warmup}): the learning rate never falls"
             )
         if (ours := self.data.num_classes) is not None and ours < model.num_classes:
-            console.print(f"classes {ours}, of the model {model.num_classes}: model.num_classes={ours} leaves none over")
+            console.print(f"classes {ours}, of {model.num_classes} outputs: model.num_classes={ours} leaves none over")
 
     def about(self, model: ImageTransformer) -> str:
         tokens, flops = model.patch_embed.num_patches, flops_per_image(model)
