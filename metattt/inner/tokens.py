@@ -312,9 +312,10 @@ def fitted(
     for name, gate in zip(gates._fields, gates, strict=True):
         if gate is None:
             continue
-        own = gate.shape[3:] if name in ("weight_lr", "decay") or (name == "eta" and pairs) else ()
-        if not keeps_data and gate.shape != (*shape, *own):
-            gate = _expanded(f"the gate {name}", gate, shape, own)
+        own = gate.shape[3:] if name in ("weight_lr", "decay", "levels") or (name == "eta" and pairs) else ()
+        heads = 1 if keeps_data and gate.shape[1:2] == (1,) else shape[1]  # learners of data share one for all
+        if gate.shape != (shape[0], heads, shape[2], *own):
+            gate = _expanded(f"the gate {name}", gate, (shape[0], heads, shape[2]), own)
         if name == "eta" and views.weight is not None:
             gate = (gate if gate.ndim == 4 else gate.unsqueeze(-1)) * views.weight
         found[name] = gate.to(accum_dtype)

@@ -9,9 +9,9 @@ import torch
 from oracle import Call, outputs
 from torch import Tensor
 
-from metattt.learners import LogLinear
+from metattt.learners import LogLinear, RecurrentRidge
 from metattt.optimizers import Append
-from metattt.state import Context, DataGates
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks import Reconstruction
 from metattt.tasks.base import Views
 from metattt.testing.specimen import Specimen
@@ -53,3 +53,22 @@ def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(update: A
         found.append(learner.scan(Views(k, v, q), {}, ctx, DataGates(*gates))[0])
     worst = ((found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1).clamp(min=1e-2)).max().item()
     assert worst < 2e-5, worst
+
+
+class OneGate(Append):
+    """Gates of axes of length 1, which stand for all."""
+
+    wide = False
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[DataGates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        keep = x.new_full((1, 1, 1), 0.9)
+        return gates._replace(keep=keep.expand(len(x), 1, x.shape[1]) if self.wide else keep), state
+
+
+@pytest.mark.parametrize("learner", [LogLinear, RecurrentRidge])
+def test_one_gate_stands_for_all_tokens(learner: Any) -> None:
+    x, layer = torch.randn(2, 9, 8, dtype=torch.float64), Specimen(learner, Reconstruction, OneGate).make()
+    y = layer(x)[0]
+    layer.optimizer.wide = True
+    torch.testing.assert_close(y, layer(x)[0], rtol=0, atol=0)
