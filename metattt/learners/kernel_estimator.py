@@ -173,7 +173,7 @@ class KernelEstimator(NonParametric):
         # the places that are left are shared by all that are equally near: their order is that of the memory
         share = (self.neighbours - closer.sum(-1, keepdim=True)) / tied.sum(-1, keepdim=True).clamp(min=1)
         chosen = closer + share.clamp(max=1) * tied
-        return (chosen / chosen.sum(-1, keepdim=True)) @ v
+        return (chosen / chosen.sum(-1, keepdim=True).clamp(min=0.5)) @ v  # 0 where nothing is visible
 
 
 def documents(state: Tensors, ctx: Context, past: int) -> Tensor | None:

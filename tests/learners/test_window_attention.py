@@ -59,3 +59,11 @@ def test_grouped_heads_equal_copied_heads(layer: str) -> None:
     x = torch.randn(2, 21, 8, dtype=torch.float64)
     torch.testing.assert_close(run(grouped, x, [5, 6]).y, run(copied, x).y, rtol=0, atol=1e-10)
     assert layer == "delta_net" or 2 * grouped(x)[1].learner["k"].nbytes == copied(x)[1].learner["k"].nbytes
+
+
+@pytest.mark.parametrize("kernel", ["exponential", "gaussian", "nearest"])
+def test_a_query_that_sees_nothing_is_answered_with_zero(kernel: str) -> None:
+    """Read beyond the window, and in a sequence of padding alone."""
+    layer = metattt.build("layer=window_attention", "learner.window=4", f"learner.kernel={kernel}", "dim=8", "num_heads=4")
+    y = layer.read(torch.randn(2, 5, 8), layer.learn(torch.randn(2, 6, 8), mask=torch.tensor([[True], [False]]).expand(2, 6)))
+    assert y[0, :3].all() and not y[0, 3:].any() and not y[1].any()
