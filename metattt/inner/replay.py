@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.packing import ColumnLayout, make_layout, take_columns
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import NAMES, Tokens
@@ -19,10 +20,16 @@ def _with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[T
     slots = state.phase if state.phase is not None else size - 1
     if slots == 0:
         return tokens, ctx
+    given = [name for name, x in zip(NAMES, tokens.tensors, strict=True) if x is not None]
+    if sorted(stored) != sorted(given):
+        raise MetaTTTError(
+            f"the tokens of the open mini-batch have {', '.join(stored)}, and those of this call {', '.join(given)}: "
+            "give the same views and gates in every call"
+        )
     batch = tokens.views.k.shape[0]
     filled = torch.arange(slots, device=state.pos.device) >= (slots - state.pos % size).unsqueeze(1)
     joined = [
-        None if x is None else torch.cat([stored[name][:, :, size - 1 - slots :].to(x.dtype), x], dim=2)
+        None if x is None else torch.cat([stored[name][:, :, -slots:].to(x.dtype), x], dim=2)
         for name, x in zip(NAMES, tokens.tensors, strict=True)
     ]
     valid = ctx.valid

@@ -25,7 +25,8 @@ from metattt.learners import (
     Weight,
 )
 from metattt.learners.fast_weights import FastWeights
-from metattt.optimizers import Append, GradientDescent, InnerOptimizer, WholeSequence
+from metattt.optimizers import Append, Gates, GradientDescent, InnerOptimizer, WholeSequence
+from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
 
 DIM, HEADS, T = 6, 2, 11
@@ -124,6 +125,28 @@ def test_padding_is_refused_where_tokens_look_at_later_ones(rule: InnerOptimizer
     layer(x[:, :8])
     with pytest.raises(MetaTTTError, match="would let them see padding: make it causal"):
         layer(x, mask=torch.arange(T) < torch.tensor(LENGTHS).unsqueeze(1))
+
+
+class OfLongCalls(GradientDescent):
+    """α in calls of more than 4 tokens alone."""
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        return (gates._replace(alpha=torch.full_like(gates.eta, 0.9)) if x.shape[1] > 4 else gates), state
+
+
+def test_open_mini_batches_that_are_stored_as_tokens() -> None:
+    """Those of learners that mix tokens: their gates are those of the next call; and a size that is set inside of one."""
+    layer, x = made(Convolution("tokens"), OfLongCalls(4, read="previous")), tokens()
+    for cut in (3, 5):
+        with pytest.raises(MetaTTTError, match="give the same views and gates in every call"):
+            layer(x[:, cut:8] if cut == 5 else x[:, cut:], layer(x[:, :cut])[1])
+    layer = made(Convolution("tokens"), GradientDescent(8, read="previous"))
+    first, state = layer(x[:, :9])
+    layer.optimizer.mini_batch_size = 4
+    mixed = torch.cat([first, layer(x[:, 9:], state)[0]], 1)
+    layer.optimizer.mini_batch_size = 8
+    torch.testing.assert_close(mixed, layer(x)[0])  # no mini-batch ends after token 8
 
 
 def test_a_mini_batch_may_be_longer_than_memory_holds() -> None:
