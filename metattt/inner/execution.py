@@ -60,7 +60,8 @@ def in_groups(
         size = 0 if few else max(least, round(math.sqrt(sum([block.times for block in blocks]))), 1)
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)
-    key = (read, loop.matmul_dtype, tuple(memory), *(x is None for x in tokens.tensors))
+    modes = [part.training for part in (loop.task, loop.learner, loop.rule)]
+    key = (read, loop.matmul_dtype, tuple(memory), *modes, *(x is None for x in tokens.tensors))
     beside = loop.plan.beside.get(key)
     if beside is None:
         beside, others = captured(loop, tokens, memory, read)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from metattt.inner import execution
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, Learner, Linear, Transformer
+from metattt.learners import MLP, FastWeights, Learner, Linear, Transformer
 from metattt.optimizers import GradientDescent, InnerOptimizer, StateGated
 from metattt.optimizers.block import BlockMomentum
 from metattt.tasks import Reconstruction
@@ -170,6 +170,25 @@ def test_a_closure_over_what_is_trained_later() -> None:
             layer(x)[0].square().sum().backward()
     stored, grouped = (layer.task.w.grad for layer in layers)
     assert distance(grouped, stored, 1e-3) < BOUND
+
+
+class InTraining(Linear):
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        y = super().forward(w, x)
+        return y * SCALE if self.training else y
+
+
+SCALE = torch.ones(DIM // 2, dtype=torch.float64, requires_grad=True)
+
+
+def test_what_is_reached_in_training_alone() -> None:
+    layer, found = make(InTraining(), descent(), group_size=2), []
+    layer.eval()(tokens())[0].sum().backward()
+    layer.train()
+    for size in (2, 0):
+        layer.group_size = size
+        found += torch.autograd.grad(layer(tokens())[0].square().sum(), SCALE)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("case", BESIDE)
