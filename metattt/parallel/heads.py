@@ -28,6 +28,7 @@ from metattt.output import HeadRMSNorm
 from metattt.state import State
 
 COUNT = 6  # tokens that a divided layer is tried on
+LOW_RANK = ("optimizer.down", "optimizer.channels.down", "task.rate_down")  # first maps of two, which heads share
 
 
 def divide_heads(block: nn.Module, mesh: DeviceMesh) -> None:
@@ -151,8 +152,9 @@ def axis_of(layer: TTTLayer, name: str, parameter: Tensor) -> int | None:
     """The axis along which a parameter's heads lie; None: all heads share it."""
     if name.startswith("out."):
         return 1 if name == "out.weight" else None
-    if name.startswith("gate.0.") or (name == "norm.weight" and isinstance(layer.norm, HeadRMSNorm)):
-        return None  # the first map of a gate of low rank, and a scale that heads share: its width may be H by chance
+    shared_scale = name == "norm.weight" and isinstance(layer.norm, HeadRMSNorm)
+    if name in LOW_RANK or name.startswith("gate.0.") or shared_scale:
+        return None  # what all heads share, though its first axis may be H by chance
     return 0 if parameter.shape[0] in (layer.num_heads, layer.dim) else None
 
 
@@ -160,8 +162,9 @@ def some_heads(layer: TTTLayer, size: int) -> TTTLayer:
     """A layer with one `size`-th of the heads, without values."""
     part, heads = replica(layer), layer.num_heads // size
     for module in part.modules():
-        if module.__dict__.get("num_heads") == layer.num_heads:
-            module.__dict__["num_heads"] = heads
+        for count in ("num_heads", "groups"):  # groups: heads of k and v
+            if module.__dict__.get(count) == layer.num_heads:
+                module.__dict__[count] = heads
     learner = part.learner
     learner.__dict__["shapes"] = {name: (heads, *shape[1:]) for name, shape in learner.shapes.items()}
     weights = {name: (heads, *shape[1:]) for name, shape in layer.plan.weights.items()}
@@ -189,7 +192,7 @@ def check_heads(layer: TTTLayer, part: TTTLayer, axes: Mapping[str, int | None],
     try:
         whole, few = (_answers(with_values(one, given), x) for one, given in ((layer, values), (part, own)))
         alike = same(whole.tensor_split(size, dim=1)[rank], few)
-    except (RuntimeError, MetaTTTError, KeyError):  # shapes that do not fit each other
+    except (RuntimeError, MetaTTTError, KeyError, ValueError):  # shapes that do not fit each other
         alike = False
     everywhere = torch.tensor([alike], dtype=torch.uint8, device=like.device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, mesh.get_group())
