@@ -117,13 +117,18 @@ class BlockRule(StepSize):
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
+        pool = memory.get("pool")
+        if "update" in memory and [*given] != [name for name in pool or () if name != "count"]:
+            raise MetaTTTError(
+                f"{type(self).__name__} gives alpha or beta for some tokens of a mini-batch and not for others: give them "
+                "in every call"
+            )
         if not given and not self.counts:
             return memory
         # κ is 0 at padding, which must not count; without any, all tokens do
         counted = torch.ones_like(next(iter(given.values()))) if gates.kappa is None else gates.kappa
         new = {name: (gate * counted).sum(-1) for name, gate in given.items()}
         new["count"] = counted.sum(-1)
-        pool = memory.get("pool")
         return memory | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
 
     def coefficients(

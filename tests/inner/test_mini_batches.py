@@ -25,7 +25,8 @@ from metattt.learners import (
     Weight,
 )
 from metattt.learners.fast_weights import FastWeights
-from metattt.optimizers import Append, Gates, GradientDescent, InnerOptimizer, WholeSequence
+from metattt.memory import Memory
+from metattt.optimizers import Append, BlockRule, Gates, GradientDescent, InnerOptimizer, StepSize, WholeSequence
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
 
@@ -127,7 +128,7 @@ def test_padding_is_refused_where_tokens_look_at_later_ones(rule: InnerOptimizer
         layer(x, mask=torch.arange(T) < torch.tensor(LENGTHS).unsqueeze(1))
 
 
-class OfLongCalls(GradientDescent):
+class OfLongCalls(StepSize):
     """α in calls of more than 4 tokens alone."""
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
@@ -135,12 +136,26 @@ class OfLongCalls(GradientDescent):
         return (gates._replace(alpha=torch.full_like(gates.eta, 0.9)) if x.shape[1] > 4 else gates), state
 
 
-def test_open_mini_batches_that_are_stored_as_tokens() -> None:
-    """Those of learners that mix tokens: their gates are those of the next call; and a size that is set inside of one."""
-    layer, x = made(Convolution("tokens"), OfLongCalls(4, read="previous")), tokens()
-    for cut in (3, 5):
-        with pytest.raises(MetaTTTError, match="give the same views and gates in every call"):
-            layer(x[:, cut:8] if cut == 5 else x[:, cut:], layer(x[:, :cut])[1])
+class Tokenwise(OfLongCalls, GradientDescent):
+    pass
+
+
+class Pooled(OfLongCalls, BlockRule):
+    def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
+        return {"commit": {name: w + memory["update"][name] for name, w in memory["commit"].items()}}
+
+
+@pytest.mark.parametrize("cuts", [(3, 11), (5, 8)])
+def test_gates_of_an_open_mini_batch_do_not_come_and_go(cuts: tuple[int, int]) -> None:
+    """Where they are stored as tokens, for learners that mix these, and where their mean is taken."""
+    for learner, rule in ((Convolution("tokens"), Tokenwise(4, read="previous")), (plain(), Pooled(4))):
+        layer, x = made(learner, rule), tokens()
+        with pytest.raises(MetaTTTError, match=r"give (the same views and gates|them) in every call"):
+            layer(x[:, cuts[0] : cuts[1]], layer(x[:, : cuts[0]])[1])
+
+
+def test_a_size_that_is_set_inside_of_a_mini_batch_that_is_stored_as_tokens() -> None:
+    x = tokens()
     layer = made(Convolution("tokens"), GradientDescent(8, read="previous"))
     first, state = layer(x[:, :9])
     layer.optimizer.mini_batch_size = 4
