@@ -300,7 +300,8 @@ def fitted(
     if isinstance(gates, Gates) and gates.beta is None and rule.has_momentum:
         gates = gates._replace(beta=gates.eta.new_zeros(1, 1, 1))  # S of an earlier call is not carried over this one
     pairs = k.shape[3:-1]
-    if not keeps_data and (views.q.shape[:3] != shape or k.shape[:3] != shape):
+    of_keys = (shape[0], k.shape[1] if keeps_data else shape[1], shape[2])  # learners of data may share keys
+    if views.q.shape[:3] != shape or k.shape[:3] != of_keys:
         both = {"k": list(k.shape), "q": list(views.q.shape)}
         raise MetaTTTError(f"the task gives views {both}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
     if views.v.shape[: k.ndim - 1] != k.shape[:-1]:
