@@ -23,6 +23,7 @@ from metattt.data.text import ByteTokenizer
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.generation.text import generate_text
+from metattt.learners import KernelEstimator
 from metattt.models import LanguageModel
 from metattt.models.language_model import LanguageModelState
 from metattt.nested import tensors_of
@@ -235,3 +236,17 @@ def test_the_state_of_a_model_of_other_layers() -> None:
     torch.testing.assert_close(
         model.step(ids[index, 5:], state.select(index))[0], model.step(ids[:, 5:], state)[0][index]
     )
+
+
+def test_states_of_other_layers_that_keep_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused in a call and in `read`; what else fails is told as it is."""
+    names, x = ("attention", "mesa_net", "gsa", "log_linear_mamba2"), torch.randn(2, 5, 8)
+    layers = [metattt.build(f"layer={name}", "dim=8", "num_heads=2") for name in names]
+    states = [layer(x)[1] for layer in layers]
+    for layer, own in zip(layers, states, strict=True):
+        for state in states:
+            for call in (layer, layer.read) if state is not own else ():
+                refusal(lambda: call(x, own._replace(learner=state.learner)), "the state is from another layer")  # noqa: B023
+    monkeypatch.setattr(KernelEstimator, "estimate", lambda *given: torch.zeros(3) @ torch.zeros(4))
+    with pytest.raises(RuntimeError, match="size"):
+        layers[0](x, states[0])
