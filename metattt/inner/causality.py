@@ -14,6 +14,7 @@ from metattt.errors import MetaTTTError
 
 TOKENS = 9  # less than a usual mini-batch: no kernel is compiled for them; a square, which may be a map
 PARTS = ("optimizer", "learner", "task")
+SETTINGS = (bool, int, float, str, type(None), FunctionType, tuple, list)
 
 
 class Causality:
@@ -124,8 +125,15 @@ def visible(parameter: Tensor) -> Tensor:
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """The same for layers that differ in the values of their parameters alone: their modules, with settings and
     functions."""
-    settings = (bool, int, float, str, type(None), FunctionType)
-    return tuple(
-        (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, settings)))
-        for name, module in layer.named_modules()
-    )
+    found = []
+    for name, module in layer.named_modules():
+        settings = ((key, _plain(value)) for key, value in vars(module).items() if isinstance(value, SETTINGS))
+        found.append((name, type(module), *settings))
+    return tuple(found)
+
+
+def _plain(value: Any) -> object:
+    """A setting as a key: of a list or a tuple (the padding of a convolution, a window to both sides) what is in it."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, SETTINGS) else type(value)

@@ -120,8 +120,8 @@ class BlockRule(StepSize):
         pool = memory.get("pool")
         if "update" in memory and [*given] != [name for name in pool or () if name != "count"]:
             raise MetaTTTError(
-                f"{type(self).__name__} gives alpha or beta for some tokens of a mini-batch and not for others: give them "
-                "in every call"
+                f"{type(self).__name__} gives alpha or beta for some tokens of a mini-batch and not for others: give "
+                "them in every call"
             )
         if not given and not self.counts:
             return memory

@@ -124,9 +124,18 @@ def test_an_attribute_that_differs_is_another_layer() -> None:
             super().__init__(lambda x: x + x.mean(1, keepdim=True) if self.future else x.cumsum(1))
             self.future = future
 
+    class Padded(nn.Module):
+        def __init__(self, padding: int):
+            super().__init__()
+            self.conv = nn.Conv1d(8, 8, 3, padding=padding)  # a tuple in it
+
+        def forward(self, x: Tensor, state: Any, mask: Any = None, reset: Any = None) -> tuple[Tensor, Any]:
+            return self.conv(x.mT).mT[:, : x.shape[1]], state
+
     checked = Causality()
-    checked.check(Switch(False), 8)
-    refusal(lambda: checked.check(Switch(True), 8))
+    for one, other in ((Switch(False), Switch(True)), (Padded(2), Padded(1))):
+        checked.check(one, 8)
+        refusal(partial(checked.check, other, 8))
 
 
 def test_the_check_leaves_no_trace() -> None:
