@@ -161,7 +161,7 @@ def axis_of(layer: TTTLayer, name: str, parameter: Tensor) -> int | None:
 def some_heads(layer: TTTLayer, size: int) -> TTTLayer:
     """A layer with one `size`-th of the heads, without values."""
     part, heads = replica(layer), layer.num_heads // size
-    for module in part.modules():
+    for module in (part, *part.task.modules(), *part.optimizer.modules()):  # (a learner's heads are its own)
         for count in ("num_heads", "groups"):  # groups: heads of k and v
             if module.__dict__.get(count) == layer.num_heads:
                 module.__dict__[count] = heads

@@ -113,6 +113,7 @@ CASES = (
     Case("hybrid", 2, 2, sharded=True),
     *(Case(layer, 2, 1, tensor=2) for layer in (*LAYERS, "mamba2", *BLOCKS)),
     *(Case(layer, 2, 1, tensor=2, options=("num_heads=4",)) for layer in ("kda", "rwkv7", "comba")),  # heads 4 wide: H
+    Case("nested_transformer", 2, 1, tensor=2, options=("learner.num_heads=2",)),
     Case("ttt_linear", 2, 1, tensor=2, options=("optimizer.lr=shared", "layer.output_bias=true")),
     Case("ttt_mlp", 1, 1, tensor=4, options=("num_heads=4",)),
     Case("hybrid", 1, 2, tensor=2, tokens=49, reset=True),
