@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Literal, cast
 
-import torch
 from torch import Tensor
 
 from metattt.component import unchanged_on_error
-from metattt.errors import MetaTTTError
-from metattt.inner.diagnostics import FAILURES
 from metattt.inner.final import read_only
 from metattt.inner.packing import Call, Packing
 from metattt.inner.tokens import Tokens, fitted
@@ -142,7 +139,7 @@ class TTTLayer(PlannedLayer):
         task, rule = carried
         if isinstance(self.learner, NonParametric):
             masked = cast(DataGates, gates).masked(call.ctx.valid)
-            y, data = self._of_data(self.learner.scan, views, state.learner, call.ctx, masked)
+            y, data = self.of_data(self.learner.scan, views, state.learner, call.ctx, masked)
             return y, State(call.after, 0, {}, task, rule, data)
         alone = views if views.weight is None else views._replace(weight=None)  # which is in η
         tokens = Tokens(alone, cast(Gates, gates))
@@ -157,25 +154,8 @@ class TTTLayer(PlannedLayer):
     def answers(self, views: Views, gates: Gates | DataGates, state: State, ctx: Context) -> Tensor:
         """The same for queries of all heads, `[B, H, T, d]`."""
         if isinstance(self.learner, NonParametric):
-            return self._of_data(self.learner.read, views, state.learner, ctx, gates)
+            return self.of_data(self.learner.read, views, state.learner, ctx, gates)
         return read_only(self.inner, views.q, state, cast(Gates, gates).eta.dtype)
-
-    def _of_data(self, method: Callable[..., Any], views: Views, data: Tensors, ctx: Context, gates: Any) -> Any:
-        """`scan` or `read` of a learner that keeps data.
-
-        Raises:
-            MetaTTTError: it fails on `data`, and runs without.
-        """
-        if not data or torch.compiler.is_compiling():
-            return method(views, data, ctx, gates)
-        try:
-            return method(views, data, ctx, gates)
-        except torch.OutOfMemoryError:
-            raise
-        except FAILURES as error:
-            cast(NonParametric, self.learner).scan(views, {}, ctx, gates)  # which raises what else is wrong
-            kind, held = type(self.learner).__name__, {name: list(x.shape) for name, x in data.items()}
-            raise MetaTTTError(f"the state is from another layer: {kind} cannot go on from {held}") from error
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """The outputs `[B, T, D]`: the predictions `y` `[B, H, T, d]` of all heads after the norm, the gate of the

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_heads
+from metattt.inner.diagnostics import FAILURES
 from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
 from metattt.inner.planning import make_plan
@@ -19,8 +21,8 @@ from metattt.modules import transformed
 from metattt.optimizers.base import InnerOptimizer
 from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
-from metattt.state import WHOLE_CALL, State, Tensors
-from metattt.tasks.base import Task
+from metattt.state import WHOLE_CALL, Context, State, Tensors
+from metattt.tasks.base import Task, Views
 
 
 class PlannedLayer(SequenceLayer):
@@ -165,6 +167,24 @@ class PlannedLayer(SequenceLayer):
                 given, made = ({name: list(x.shape) for name, x in tensors.items()} for tensors in (before, after))
                 kind = type(part).__name__
                 raise MetaTTTError(f"the state is from another layer: {kind} carries {made}, the state {given}")
+
+    def of_data(self, method: Callable[..., Any], views: Views, data: Tensors, ctx: Context, gates: Any) -> Any:
+        """`scan` or `read` of a learner that keeps data.
+
+        Raises:
+            MetaTTTError: it fails on `data`, and runs without.
+        """
+        if not data or torch.compiler.is_compiling():
+            return method(views, data, ctx, gates)
+        try:
+            return method(views, data, ctx, gates)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            learner: Any = self.learner
+            learner.scan(views, {}, ctx, gates)  # which raises what else is wrong
+            kind, held = type(learner).__name__, {name: list(x.shape) for name, x in data.items()}
+            raise MetaTTTError(f"the state is from another layer: {kind} cannot go on from {held}") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         there = name in ("task", "learner", "optimizer") and name in self._modules
