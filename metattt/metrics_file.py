@@ -42,6 +42,11 @@ def of_validation(row: Row) -> bool:
     return not any(value for name, value in row.items() if name.startswith("train/"))
 
 
+def larger_is_better(column: str) -> bool:
+    """Whether the larger one of two values is the better one: of accuracies, PSNR and speeds."""
+    return column.endswith(("top1", "top5", "accuracy", "_per_second")) or "/psnr_" in column
+
+
 def _is_number(value: str) -> bool:
     try:
         return not value or float(value) is not None

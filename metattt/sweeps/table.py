@@ -17,12 +17,11 @@ from rich.table import Table
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of, write_whole
-from metattt.metrics_file import STEP, Row, of_validation, read_rows
+from metattt.metrics_file import STEP, Row, larger_is_better, of_validation, read_rows
 from metattt.optional import absence
 from metattt.sweeps.record import CELL, read_cell
 
 PREFERRED = ("validation/bits_per_byte", "validation/top1", "validation/loss")
-LARGER_IS_BETTER = ("top1", "top5", "accuracy", "tokens_per_second", "images_per_second")
 FILES = ("runs.csv", "runs.md", "runs.png")
 DONE = ("", "finished")  # states of runs whose values count: not of a sweep, or finished
 DEPTH = 4  # of folders that runs are looked for in
@@ -118,7 +117,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     if sort is not None:
         check_choice("sort", sort, columns or ["none: they have no metrics yet"])
     by = sort or next((one for one in (*PREFERRED, *columns) if one in columns and one.startswith("validation/")), STEP)
-    down = by.endswith(LARGER_IS_BETTER) if descending is None else descending
+    down = larger_is_better(by) if descending is None else descending
 
     def place(run: Run) -> tuple[bool, bool, float, str]:
         value = run.final(by)

@@ -20,6 +20,7 @@ from metattt.checkpoints.trained import read_checkpoint
 from metattt.data.base import ReadError
 from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError
+from metattt.metrics_file import larger_is_better
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.training.batches import at_end_of_step
@@ -54,7 +55,8 @@ class Checkpoints(WithSettings, Callback):
         every_steps: steps between two checkpoints; null: only the minutes count.
         every_minutes: minutes between two checkpoints, at most; null: only the steps count.
         keep: number of the last checkpoints that are kept.
-        best: the metric of the validation whose lowest value makes a checkpoint that is kept as well; null: none.
+        best: the metric of the validation whose best value makes a checkpoint that is kept as well: the lowest, but of
+            accuracies and PSNR the largest; null: none. A resumed run with another one begins to compare anew.
 
     Raises:
         MetaTTTError: a number that is not allowed; after a validation: a metric that is not logged.
@@ -70,7 +72,8 @@ class Checkpoints(WithSettings, Callback):
 
     def configure(self) -> None:
         self.best_step: int | None = None
-        self.best_value = math.inf
+        self._sign = -1 if self.best is not None and larger_is_better(self.best) else 1
+        self.best_value = self._sign * math.inf
         self.last: Path | None = None  # that this run has written
         self.validate_again = False  # for a checkpoint in the middle of a validation
         self.ended_early = False
@@ -108,6 +111,9 @@ class Checkpoints(WithSettings, Callback):
         if self._running:
             self._validated_step = trainer.global_step
             self._take_random(trainer)
+        elif self.last == path_of(Path(self.folder), trainer.global_step):  # the run is over, and this its result
+            self._validated_step = trainer.global_step
+            self._is_best(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Called between two steps, when the log has the last step and its validation. (Not earlier: Lightning logs a
@@ -162,11 +168,12 @@ class Checkpoints(WithSettings, Callback):
         if self._ranks is not None:
             mine, random = random[0], [None] * dist.get_world_size(self._ranks)
             dist.all_gather_object(random, mine, self._ranks)
-        known = {name: getattr(self, name) for name in ("best_step", "best_value", "validate_again", "ended_early")}
+        known = {name: getattr(self, name) for name in ("best", "best_step", "best_value", "validate_again", "ended_early")}
         return {**known, "random": random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_step, self.best_value = state_dict["best_step"], state_dict["best_value"]
+        if state_dict.get("best", self.best) == self.best:  # else its values are of another metric
+            self.best_step, self.best_value = state_dict["best_step"], state_dict["best_value"]
         self._found_random = [one for one in state_dict["random"] if one is not None]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -192,7 +199,7 @@ class Checkpoints(WithSettings, Callback):
             logged = ", ".join(sorted(name for name in known if name.startswith("validation"))) or "nothing"
             raise MetaTTTError(f"callbacks.checkpoint.best={self.best} is not logged: the validation logs {logged}")
         value = float(known[self.best])
-        if better := value < self.best_value:
+        if better := self._sign * value < self._sign * self.best_value:
             self.best_step, self.best_value = trainer.global_step, value
         return better
 

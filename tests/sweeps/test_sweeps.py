@@ -258,6 +258,9 @@ def test_any_folder_of_runs(tmp_path: Path, told: Callable[..., str]) -> None:
     assert main(["runs", str(tmp_path / "runs"), "descending=false", f"output_dir={tmp_path / 'out'}"]) == 0
     assert [row["run"] for row in table(tmp_path / "out")] == ["first", "later/second"]
     assert main(["runs", str(tmp_path / "runs"), "sort=train/loss"]) == 0
+    for row, better in enumerate((10.0, 20.0)):
+        make(tmp_path / "views" / str(row), [(3, better)], "validation/psnr_4")
+    assert tell(tmp_path / "views") == 0 and [one["run"] for one in table(tmp_path / "views")] == ["1", "0"]
     for words, expected in (
         ([], "metattt runs <folder"), ([str(tmp_path / "nowhere")], "is not a folder"), ([str(tmp_path / "out")], "holds no runs"),
         ([str(tmp_path / "runs"), "sort=loss"], "sort=loss is not allowed: choose from validation/top1, train/loss."),

@@ -163,19 +163,25 @@ def test_killed_between_the_last_checkpoint_and_the_last_validation(
     assert log(run) == log(whole)
 
 
-def test_the_last_ones_and_the_best_are_kept(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("metric", "best"), [("made_up", 4), ("made_up_top1", 2)])  # the larger, of an accuracy
+def test_the_last_ones_and_the_best_are_kept(
+    metric: str, best: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     losses = iter([5.0, 2.0, 3.0, 4.0])  # at steps 2, 4, 6 and 8
     end = LanguageModeling.on_validation_epoch_end
 
     def validated(self: Any) -> None:
         end(self)
-        self.log("validation/made_up", next(losses))
+        self.log(f"validation/{metric}", next(losses))
 
-    settings = ("callbacks.checkpoint.best=validation/made_up", "callbacks.checkpoint.every_steps=1")
+    settings = (f"callbacks.checkpoint.best=validation/{metric}", "callbacks.checkpoint.every_steps=1")
     with monkeypatch.context() as patch:
         patch.setattr(LanguageModeling, "on_validation_epoch_end", validated)
         assert train(eight(corpus, tmp_path / "run", *settings)) == 0
-    assert steps(tmp_path / "run") == [8, 7, 4]
+    assert steps(tmp_path / "run") == [8, 7, best]
+    resume = (f"resume={tmp_path / 'run'}", "trainer.max_steps=9", "callbacks.checkpoint.best=validation/loss")
+    assert train(compose(*resume)) == 0
+    assert steps(tmp_path / "run") == [9, 8]  # losses are not compared with what is another metric
     with pytest.raises(MetaTTTError, match=r"best=validation/nothing is not logged: .* logs .*validation/loss"):
         train(eight(corpus, tmp_path / "other", "callbacks.checkpoint.best=validation/nothing"))
 
