@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.composition.messages import first_line
+from metattt.data.base import ReadError
 from metattt.data.sources import FOREIGN, is_local, load
 from metattt.data.tokenizers import Tokenizer, document_tokens, load_tokenizer
 from metattt.data.windows import Batches, Split, WindowData, Windows, digest_of
@@ -90,7 +91,7 @@ class Reader:
                 yield place, b"" if text is None else text.encode()
                 place = after
         except Exception as error:  # the library's own, and those of file formats and of the network
-            raise MetaTTTError(
+            raise ReadError(
                 f"data.path={self.name} cannot be read as text in {self.text_key!r}: {first_line(error):.200}"
             ) from error
 

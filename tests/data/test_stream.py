@@ -19,6 +19,7 @@ from refusals_for_tests import refusal
 from runs_for_tests import after_step, column, log
 
 from metattt.composition.compose import compose
+from metattt.data.base import ReadError
 from metattt.data.sources import load
 from metattt.data.stream import Reader, StreamData, StreamWindows
 from metattt.data.text import ByteTokenizer
@@ -83,6 +84,15 @@ def test_null_is_an_empty_text(tmp_path: Path) -> None:
     rows = [{"text": "one"}, {"text": None}, {"text": "two"}]
     (tmp_path / "null.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert np.array_equal(reader(str(tmp_path / "null.jsonl")).read(8), all_tokens(["one", "two"]))
+
+
+def test_a_stream_that_breaks_costs_no_step(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "1.jsonl").write_text('{"text": cut')
+    given = ("data.path=json", f"data.files=[{tmp_path}/0.jsonl,{tmp_path}/1.jsonl]", f"output_dir={tmp_path / 'run'}")
+    with pytest.raises(ReadError, match="cannot be read as text"):
+        train(compose(*TINY, *given, "trainer.max_steps=99", "callbacks.checkpoint.every_steps=99", "callbacks.checkpoint.best=null"))
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
 def test_columns_between_tabs(tmp_path: Path) -> None:
