@@ -46,7 +46,7 @@ class InnerWarmup(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         recipe: Any = pl_module.recipe
-        warmup = recipe.warmup_steps(int(trainer.estimated_stepping_batches))
+        warmup = max(1, recipe.warmup_steps(int(trainer.estimated_stepping_batches)))
         done = min(1.0, trainer.global_step / warmup)
         for rule, final in self.final.items():
             first = self.start / abs(rule.base_lr)

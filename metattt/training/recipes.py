@@ -123,7 +123,7 @@ class TimmRecipe(Declared):
     lr: float = setting(default=1e-3, above=0, most=1e36)
     betas: tuple[float, float] = setting(default=(0.9, 0.999))
     weight_decay: float = setting(default=0.1, least=0)
-    warmup_steps: int = setting(default=10000, least=0)
+    warmup: int = setting(default=10000, least=0, alias="warmup_steps")
     mixup: float = setting(default=0.0, least=0)
 
     def check_settings(self) -> None:
@@ -138,6 +138,10 @@ class TimmRecipe(Declared):
                 "another of timm.optim.list_optimizers()"
             )
 
+    def warmup_steps(self, num_steps: int) -> int:
+        """Steps with a rising learning rate, fewer than those of the run."""
+        return min(self.warmup, num_steps - 1)
+
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The outer optimizer; the model's `no_weight_decay` says what does not decay."""
         from timm.optim import create_optimizer_v2
@@ -148,7 +152,7 @@ class TimmRecipe(Declared):
         """Linear warm-up, then a cosine to zero at the end, one step after the last."""
         from timm.scheduler import CosineLRScheduler
 
-        warmup = min(self.warmup_steps, num_steps - 1)
+        warmup = self.warmup_steps(num_steps)
         return CosineLRScheduler(
             optimizer, t_initial=num_steps - warmup, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False
         )

@@ -315,6 +315,7 @@ def test_schedule_of_the_paper() -> None:
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[0] == 0 and max(rates) == rates[10] == 1e-3
     assert rates[60] == pytest.approx(5e-4) and rates[110] == pytest.approx(0)
+    assert recipe.warmup_steps(110) == 10 and recipe.warmup_steps(5) == 4  # callbacks=inner_warmup asks
 
 
 def test_inner_losses_by_layer() -> None:
