@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -207,7 +208,8 @@ def derivatives(subject: Subject) -> float:
             direction /= direction.norm()
             claimed, scale = float((gradient * direction).sum()), max(gradient.norm().item(), 1e-3 * largest, 1e-30)
             # (the best of several steps: how far a function is nearly straight is not known)
-            worst = max(worst, min(abs(difference(leaf, direction, step) - claimed) / scale for step in STEPS))
+            error = min(abs(difference(leaf, direction, step) - claimed) / scale for step in STEPS)
+            worst = max(worst, error if math.isfinite(error) else math.inf)  # `max` would pass over NaN
     return worst
 
 

@@ -111,12 +111,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         "    def forward(self, x, state=None):\n        return self.cell(x, state)\n"
         "class Both(Plain):\n    def forward(self, x):\n        return self.cell(x)[0] + x.flip(1)\n"
         "class Breaks(Plain):\n    def forward(self, x):\n        raise ValueError\n"
+        "class NaN(Plain):\n    def forward(self, x):\n        w = self.cell.bias_hh_l0\n"
+        "        return x + (w - w.detach()).sum().sqrt()\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check", "module=cells:Plain", "dim=8"]) == 0
     assert "no parameter" in capsys.readouterr().out
-    for name in ("Both", "Breaks"):
+    for name in ("Both", "Breaks", "NaN"):  # the last one in its gradients
         with pytest.raises(SystemExit, match="1"):
             main(["check", f"module=cells:{name}", "dim=8"])
         assert "FAIL" in capsys.readouterr().out
