@@ -7,6 +7,7 @@ message names a file with the traceback. A Ctrl-C that the command does not hand
 
 import difflib
 import errno
+import io
 import os
 import pkgutil
 import re
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: as on the command line, without the program's name; `sys.argv[1:]` if None.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no run fails for a character in a table
     try:
         code = _main(arguments)
         sys.stdout.flush()
@@ -190,7 +193,7 @@ def _written(error: Exception, cfg: "DictConfig | None") -> str:
     try:
         place = str(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
         number, name = tempfile.mkstemp(".txt", "traceback-", place)
-        with os.fdopen(number, "w") as file:
+        with os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(traceback.format_exception(error))
     except OSError:
         return ""

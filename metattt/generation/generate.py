@@ -148,6 +148,7 @@ def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, 
         path = Path(chosen.output).expanduser()
         target = path.open("x", encoding="utf-8")  # type: ignore[assignment]
     with target as file:
+        unicode = str(getattr(file, "encoding", None)).lower().startswith("utf")
         for start in range(0, len(prompts), chosen.batch_size):
             batch = prompts[start : start + chosen.batch_size]
             seed = None if chosen.seed is None else chosen.seed + start  # else every batch would be drawn alike
@@ -156,7 +157,7 @@ def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, 
                 chosen.stop, seed, compiled=chosen.compile,
             )  # fmt: skip
             for prompt, text in zip(batch, texts, strict=True):
-                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=not unicode) + "\n")
             file.flush()
 
 

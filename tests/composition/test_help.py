@@ -1,5 +1,6 @@
 """What the command line shows: help, configurations, what Hydra tells, completion in a shell."""
 
+import io
 import os
 import re
 import subprocess
@@ -25,6 +26,12 @@ def test_help_and_configuration_of_every_command(command: str, capsys: pytest.Ca
     assert f"configs/{command}.yaml" in out and all(group in out for group in groups(command))
     assert main([command, "--cfg"]) == 0
     assert OmegaConf.create(capsys.readouterr().out) == compose(job=command)
+
+
+def test_characters_that_the_terminal_has_not_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert main(["layers"]) == 0
+    assert b"\\u2013" in sys.stdout.buffer.getvalue()
 
 
 @pytest.mark.parametrize(("job", "given"), [
