@@ -56,5 +56,11 @@ class InnerWarmup(Callback):
             rule.scale = now  # type: ignore[assignment]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._put_back()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._put_back()  # the model may be used, or trained again
+
+    def _put_back(self) -> None:
         for rule, final in self.final.items():
             rule.scale = final

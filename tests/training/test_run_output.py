@@ -116,6 +116,10 @@ def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) ->
         warmup.on_train_batch_start(trainer, module, None, 0)
         rates.append(layer.optimizer.scale * 4)  # head width
     assert rates == pytest.approx([sign * rate for rate in (0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1)])
+    trainer.global_step = 0
+    warmup.on_train_batch_start(trainer, module, None, 0)
+    warmup.on_exception(trainer, module, KeyboardInterrupt())  # in a notebook: the model has the final rate
+    assert layer.optimizer.scale * 4 == pytest.approx(base_lr)
     module.modules = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.base_lr=0").modules
     refusal(lambda: warmup.on_fit_start(trainer, module), "that is not 0: leave it out")
 
