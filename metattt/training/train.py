@@ -70,6 +70,9 @@ def train(cfg: DictConfig) -> int:
     for key in ("path", "validation_path", "files"):
         if key in cfg.data and not (key == "path" and named):
             cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder
+    tokenizer = cfg.data.get("tokenizer")
+    if isinstance(tokenizer, str) and tokenizer != "bytes" and Path(tokenizer).expanduser().exists():
+        cfg.data.tokenizer = _absolute(tokenizer)
     with opened(cfg, first, console.print) as begin:
         return 0 if begin.complete else _run(begin, console)
 

@@ -17,6 +17,7 @@ import pytest
 from processes_for_tests import two_processes
 from refusals_for_tests import refusal
 from runs_for_tests import after_step, column, log
+from tokenizer_for_tests import trained_tokenizer
 
 from metattt.composition.compose import compose
 from metattt.data.base import ReadError
@@ -187,10 +188,12 @@ def test_refusals_are_a_line_or_two(
 def test_a_format_and_files_and_paths_of_the_working_directory(
     files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A format is no path, and files are where they were when the run goes on from elsewhere."""
+    """A format is no path; files and tokenizer are where they were when the run goes on from elsewhere."""
     run = tmp_path / "run"
     monkeypatch.chdir(Path(files).parent)
+    trained_tokenizer(tmp_path, Path("tok.json"))
     given = (*TINY, "data.path=json", "data.files='*.jsonl.gz'", f"output_dir={run}", "trainer.max_steps=2")
+    given += ("data.tokenizer=tok.json", "model.vocab_size=400")
     assert train(compose(*given)) == 0
     monkeypatch.chdir(tmp_path)
     assert train(compose(f"resume={run}", "trainer.max_steps=3")) == 0
