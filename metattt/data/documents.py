@@ -128,7 +128,7 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if (root / MANIFEST).is_file():
         way = "add data=shards" if key == "data.path" else f"metattt train data=shards data.path={root} reads them"
         raise MetaTTTError(f"{key}={root} holds shards of metattt prepare, not text: {way}")
-    there = list(_walk(root))
+    there = list(walk(root))
     files = sorted(file for file in there if file.suffix.lower() in SUFFIXES and file.is_file())
     if packed := [file for file in there if PACKED.search(file.name)]:
         warn_once("%s=%s: compressed files are left out (%d, as %s)", key, root, len(packed), min(packed).name)
@@ -137,7 +137,7 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     return [(file, root) for file in files]
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def walk(root: Path) -> Iterator[Path]:
     """Every file in a folder and those in it; a folder that cannot be read is an error, not an empty one. Links to
     folders are followed, to each folder once, but not to those in `root` or around it."""
     seen = {home := root.resolve()}

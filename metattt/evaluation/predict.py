@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +20,7 @@ from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.messages import first_line
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.base import MOST_ROWS
+from metattt.data.documents import walk
 from metattt.data.images import CorruptImage, image_suffixes, in_colours
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.evaluation.images import drawn_alike, recorded_classes
@@ -162,14 +162,14 @@ def find_pictures(source: Path) -> tuple[Path, list[Path]]:
 
     Raises:
         MetaTTTError: there are none.
+        OSError: a folder that cannot be read.
     """
     if source.is_file():
         return source.parent, [source]
     if not source.is_dir():
         raise MetaTTTError(f"source={source} does not exist: give a picture or a folder of pictures")
     suffixes = image_suffixes()
-    found = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
-    files = sorted(file for file in found if file.suffix.lower() in suffixes)
+    files = sorted(file for file in walk(source) if file.suffix.lower() in suffixes)
     if not files:
         raise MetaTTTError(f"source={source} holds no pictures: use {', '.join(suffixes)}")
     return source, files

@@ -189,11 +189,14 @@ def test_one_picture_and_one_that_cannot_be_read(
     mixed.mkdir()
     (mixed / "good [bold].png").write_bytes(one.read_bytes())
     (mixed / "bad.png").write_bytes(one.read_bytes()[:40])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "linked.png").write_bytes(one.read_bytes())
+    (mixed / "link").symlink_to(tmp_path / "other")
     given = [f"checkpoint={runs / 'a'}", f"source={mixed}", "device=cpu", "num_workers=1"]
     assert main(["predict", *given]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and "bad.png" in error and "corrupt=skip" in error
-    assert [one.name for one in predicted(*given, "corrupt=skip")] == ["good [bold].png"]
+    assert [one.name for one in predicted(*given, "corrupt=skip")] == ["good [bold].png", "link/linked.png"]
     assert "good [bold].png" in (said := capsys.readouterr().out) and "skipped  1 files" in said
 
 
