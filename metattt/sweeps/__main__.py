@@ -10,9 +10,10 @@ import time
 
 def live() -> int:
     """The command line."""
+    sweep = os.getppid()  # before the import, during which it may die
     from metattt.cli import main
 
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True, name="sweep").start()
+    threading.Thread(target=_follow, args=(sweep,), daemon=True, name="sweep").start()
     return main()
 
 
