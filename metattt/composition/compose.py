@@ -95,7 +95,7 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
 
     Args:
         overrides: in Hydra's syntax, e.g. `learner=mlp`, `learner.depth=3`, `+trainer.max_time=...`.
-        job: `build`, `language_model`, `train`, `eval`, `generate`, `convert`, `layers`, `bench` or `check`.
+        job: a command of metattt, `build` or `language_model`.
 
     Raises:
         MetaTTTError: as `build`.

@@ -69,7 +69,7 @@ class RecallData(SequenceData, takes=("pairs", "length", "vocab_size", *OF_SEQUE
         if self.overwrite:  # the first value of a key is another one
             last = np.unique(writes[::-1], return_index=True)[1]
             early = np.setdiff1d(np.arange(len(writes)), len(writes) - 1 - last)
-            shift = random.integers(1, self.vocab_size - half, len(early)) if self.vocab_size - half > 1 else 0
+            shift = random.integers(1, self.vocab_size - half, len(early))
             written[early] = half + (written[early] - half + shift) % (self.vocab_size - half)
         ids[0 : self.list_length : 2], ids[1 : self.list_length : 2] = keys[writes], written
         places = self.list_length + 2 * random.choice(len(self._gaps), self.pairs, replace=False, p=self._gaps)

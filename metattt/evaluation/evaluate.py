@@ -148,7 +148,7 @@ def checkpoints(given: Any) -> list[Path]:
     paths = [given] if isinstance(given, str) else given
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
         raise MetaTTTError(
-            f"checkpoint={given} is not allowed: give a run's folder, its .ckpt file, or a list of these, [a,b]"
+            f"checkpoint={given} is not allowed: give a run's folder, a checkpoint in it, or a list of these, [a,b]"
         )
     return [find_checkpoint(path) for path in paths]
 

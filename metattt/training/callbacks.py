@@ -115,7 +115,7 @@ class LossCurve(WithSettings, Callback):
     path: str = setting()
     metric: str = setting(default="bits_per_byte")
     label: str = setting(default="bits per byte")
-    title: str = setting(default="Next-byte prediction")
+    title: str = setting(default="Next-token prediction")
     inner_windows: int = setting(default=32, least=0)
 
     def configure(self) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from metattt.checkpoints.record import make_record
 from metattt.data.novel_views import ASKED, GIVEN
-from metattt.data.sequences import NO_LABEL, Batch
+from metattt.data.sequences import Batch
 from metattt.errors import MetaTTTError
-from metattt.measures.labelled import answers, losses_and_hits
+from metattt.measures.labelled import answers, is_asked, losses_and_hits
 from metattt.models.language_model import LanguageModel
 from metattt.training.job import Job, OuterLoop
 from metattt.training.recipes import AdamW
@@ -32,9 +32,8 @@ class LabelledSequences(OuterLoop):
 
     def item_losses(self, batch: Batch) -> Tensor:
         inputs, labels = batch
-        asked = labels != NO_LABEL if not labels.is_floating_point() else ~labels.isnan()
         losses = losses_and_hits(*answers(self.model, inputs, labels))[0]
-        return torch.zeros(labels.shape, dtype=losses.dtype, device=losses.device).masked_scatter(asked, losses)
+        return torch.zeros(labels.shape, dtype=losses.dtype, device=losses.device).masked_scatter(is_asked(labels), losses)
 
     def shortest_loss(self) -> Tensor:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
