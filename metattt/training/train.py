@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 import signal
 import time
@@ -87,6 +88,12 @@ def _run(begin: Start, console: Console) -> int:
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
     trainer = _trainer(cfg, done)
+    if trainer.world_size == 1 and not is_first():  # it would lock and log nothing, and write over other runs
+        ranks = [name for name in ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK") if name in os.environ]
+        raise MetaTTTError(
+            f"{', '.join(f'{name}={os.environ[name]}' for name in ranks)} in the environment is of one of several "
+            f"processes, and this run has one: unset {' '.join(ranks)}, or set trainer.devices and trainer.num_nodes"
+        )
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))

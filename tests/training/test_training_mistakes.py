@@ -48,6 +48,15 @@ def test_one_line(given: str, expected: str, here: Path, told: Callable[..., str
     assert not list(here.rglob("step-*")) and set(here.iterdir()) <= before | {here / "run"}
 
 
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "NODE_RANK"])
+def test_a_rank_that_another_run_has_left(
+    name: str, here: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    error = told("train", *TINY, "trainer.max_steps=1", "data.path=text", "output_dir=run")
+    assert f"{name}=1 in the environment" in error and not list(here.rglob("step-*"))
+
+
 def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     no_space = OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
     too_large = OSError(errno.EFBIG, "File too large")  # as a write says it
