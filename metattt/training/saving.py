@@ -168,7 +168,8 @@ class Checkpoints(WithSettings, Callback):
         if self._ranks is not None:
             mine, random = random[0], [None] * dist.get_world_size(self._ranks)
             dist.all_gather_object(random, mine, self._ranks)
-        known = {name: getattr(self, name) for name in ("best", "best_step", "best_value", "validate_again", "ended_early")}
+        names = ("best", "best_step", "best_value", "validate_again", "ended_early")
+        known = {name: getattr(self, name) for name in names}
         return {**known, "random": random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

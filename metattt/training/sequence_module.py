@@ -33,7 +33,7 @@ class LabelledSequences(OuterLoop):
     def item_losses(self, batch: Batch) -> Tensor:
         inputs, labels = batch
         losses = losses_and_hits(*answers(self.model, inputs, labels))[0]
-        return torch.zeros(labels.shape, dtype=losses.dtype, device=losses.device).masked_scatter(is_asked(labels), losses)
+        return losses.new_zeros(labels.shape).masked_scatter(is_asked(labels), losses)
 
     def shortest_loss(self) -> Tensor:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
