@@ -235,7 +235,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     native._compiler.cache_clear()
 
 
-@pytest.mark.parametrize("command", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("command", ["no-such-compiler", "false", 'g++ "'])
 def test_without_a_compiler_another_form_is_taken(
     command: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,7 +246,17 @@ def test_without_a_compiler_another_form_is_taken(
             assert "compiler" in str(KERNELS["linear"].reason_rejected(given_of(x)))
         TTTLayer(32, 2, Reconstruction(), Linear(), GradientDescent(16, token_steps="shared"))(torch.randn(1, 32, 32))
     (line,) = [record.message for record in caplog.records if "is not compiled" in record.message]
-    assert command in line
+    assert command in line or "No closing quotation" in line
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_warned", set())
+    empty_cache.parent.touch()  # a file in the place of a folder
+    assert KERNELS["linear"].reason_rejected(given_of(inputs("linear", tau="none"))) is not None
+    (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert str(empty_cache) in line and "XDG_CACHE_HOME" in line and "compiler" not in line
 
 
 def test_a_second_process_loads_what_the_first_compiled(empty_cache: Path) -> None:

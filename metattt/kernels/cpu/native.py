@@ -32,6 +32,7 @@ PROCESSOR_OPTIONS = (("-march=native",), ("-mcpu=native",), ())  #: the first th
 _log = logging.getLogger("metattt")
 _lock = threading.Lock()
 _loaded: dict[tuple[Path, tuple[tuple[str, int], ...]], ctypes.CDLL | None] = {}
+_warned: set[str] = set()
 
 
 def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
@@ -42,17 +43,17 @@ def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
         if key not in _loaded:
             try:
                 _loaded[key] = ctypes.CDLL(str(_compiled(source, [f"-D{name}={value}" for name, value in key[1]])))
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 _log.debug("%s is not compiled: %s", source, error)
                 _loaded[key] = None
-                _warn(source.parent.name)
+                _warn(source.parent.name, error)
         return _loaded[key]
 
 
 def _compiled(source: Path, defines: list[str]) -> Path:
     compiler, version = _compiler()
     about = [*OPTIONS, str(PROCESSOR_OPTIONS), *defines, *compiler, version, _processor()]
-    about += [path.read_text() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    about += [path.read_text(encoding="utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
     digest = hashlib.sha256("\0".join(about).encode()).hexdigest()
     name = f"{source.parent.name}-{digest[:24]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metattt" / "native"
@@ -65,6 +66,8 @@ def _compiled(source: Path, defines: list[str]) -> Path:
         for options in PROCESSOR_OPTIONS:
             run = _run([*compiler, *OPTIONS, *options, *defines, str(source), "-o", str(made)], timeout=300)
             if run.returncode == 0:
+                with open(made, "rb") as file:  # one cut off by a crash would end each process that calls it
+                    os.fsync(file.fileno())
                 os.replace(made, library)
                 return library
     raise RuntimeError(f"{shlex.join(compiler)} failed: {run.stderr.strip()[:500]}")
@@ -72,7 +75,9 @@ def _compiled(source: Path, defines: list[str]) -> Path:
 
 def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{command[0]} takes longer than {timeout:g} s") from error
 
@@ -84,13 +89,15 @@ def _compiler() -> tuple[tuple[str, ...], str]:
     for command in [shlex.split(chosen)] if chosen else (["c++"], ["g++"], ["clang++"]):
         if command and shutil.which(command[0]):
             return tuple(command), _run([*command, "--version"], timeout=60).stdout
-    raise RuntimeError(f"no C++ compiler: {chosen or 'c++, g++, clang++'} not found")
+    raise RuntimeError(f"install a C++ compiler, or name one in CXX: {chosen or 'c++, g++, clang++'} not found")
 
 
-@cache
-def _warn(operation: str) -> None:
-    said = "%s has no kernel here, and plain PyTorch takes several times as long: install a C++ compiler"
-    _log.warning(said, operation)
+def _warn(operation: str, error: Exception) -> None:
+    if operation not in _warned:
+        _warned.add(operation)
+        said = "%s has no kernel here, and plain PyTorch takes several times as long: %s%s"
+        hint = "; XDG_CACHE_HOME chooses another folder to compile in" if isinstance(error, OSError) else ""
+        _log.warning(said, operation, error, hint)
 
 
 @cache
