@@ -117,6 +117,19 @@ def test_threads_and_no_gradients_give_the_same_bits(kind: str) -> None:
     assert torch.equal(y, expected["y"]) and torch.equal(after["w1"], expected["final w1"]) and not y.requires_grad
 
 
+def test_a_thread_that_outlives_the_main_one_goes_on() -> None:
+    """From then on no thread of a pool can begin."""
+    program = (
+        "import threading; from metattt.kernels.cpu.threads import divide\n"
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    print(sorted(divide(lambda first, last: last - first, 10, 3)))\n"
+        "threading.Thread(target=late).start()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[3, 3, 4]\n" and not done.stderr
+
+
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("name", ["k", "q", "eta", "w1", "scale"])
 def test_nan_is_not_lost(kind: str, name: str) -> None:

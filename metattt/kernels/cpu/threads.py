@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 
 _pool: list[ThreadPoolExecutor] = []
 
 
 def divide(function: Callable[[int, int], int], learners: int, threads: int) -> list[int]:
-    """`function(first, last)` for all learners: this thread and others take equal shares, `threads` of them."""
+    """`function(first, last)` for all learners in equal shares: this thread and others take one after the other, and
+    this one all of them where no thread can begin, as while the interpreter exits."""
     ends = [learners * i // threads for i in range(threads + 1)]
-    shares = list(pairwise(ends))
-    others = [_threads().submit(function, *share) for share in shares[1:]]
-    return [function(*shares[0]), *(other.result() for other in others)]
+    left, found, others = deque(pairwise(ends)), list[int](), list[Future[None]]()
+
+    def work() -> None:  # whoever begins late, when the memory may be gone, finds nothing left
+        with suppress(IndexError):
+            while True:
+                found.append(function(*left.popleft()))
+
+    with suppress(RuntimeError):
+        for _ in range(threads - 1):
+            others.append(_threads().submit(work))
+    work()
+    for other in others:
+        other.result()
+    while len(found) < threads:  # one that was queued although its thread did not begin, and then taken by another
+        time.sleep(1e-4)
+    return found
 
 
 def _threads() -> ThreadPoolExecutor:
