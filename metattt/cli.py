@@ -214,6 +214,8 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
         more = f" for another {tried[1]}" if tried else ""
         return f"there is not enough memory{more}: make the batch, the sequences or the model smaller"
+    if "InvalidCxxCompiler" in str(error):
+        return "torch.compile finds no C++ compiler: install one, or name it in CXX, or set compile=false"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         needs = f"`metattt {command}` needs: `metattt {command} --cfg job` shows what it has"
         return f"the configuration has no `{error.full_key}`, which {needs}"

@@ -63,6 +63,7 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for fault, expected in (
         (no_space, "run/metrics.csv: No space left on device: free some"),
         (too_large, "error: run: File too large: the limit is that of `ulimit -f`"),
+        (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "install one, or name it in CXX, or set compile=false"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr("lightning.Trainer.save_checkpoint", Mock(side_effect=fault))

@@ -131,7 +131,7 @@ class NativeForm(Operation):
         if key not in _libraries:
             found: Any = self.defines(sizes)
             if not isinstance(found, str):
-                found = load(source, _macros(found, source is self.source)) or "no library of a C++ compiler (a warning says why)"
+                found = load(source, _macros(found, source is self.source)) or "no library of a compiler (see warning)"
             if not isinstance(found, str) and source is self.source_of_tokens:
                 found.advance.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
             _libraries[key] = found

@@ -39,7 +39,7 @@ class NativeOnlineLinear(OnlineLinear, Operation):
             return "a momentum gate, or a step size for every weight"
         if given.matmul_dtype != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
             return "numbers other than fp32"
-        return None if load(SOURCE, {}) else "no library of a C++ compiler (a warning says why)"
+        return None if load(SOURCE, {}) else "no library of a compiler (see warning)"
 
     def group_size(self, given: MiniBatches, sequences: int) -> int:
         """Pairs whose weights the backward pass stores at once, whatever `layer.group_size` says of mini-batches. More
