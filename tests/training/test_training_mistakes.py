@@ -60,10 +60,11 @@ def test_a_rank_that_another_run_has_left(
 def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     no_space = OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
     too_large = OSError(errno.EFBIG, "File too large")  # as a write says it
+    no_compiler = RuntimeError("InvalidCxxCompiler: No working C++ compiler found")
     for fault, expected in (
         (no_space, "run/metrics.csv: No space left on device: free some"),
         (too_large, "error: run: File too large: the limit is that of `ulimit -f`"),
-        (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "install one, or name it in CXX, or set compile=false"),
+        (no_compiler, "install one, or name it in CXX, or set compile=false"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr("lightning.Trainer.save_checkpoint", Mock(side_effect=fault))
