@@ -240,7 +240,14 @@ LAWS: dict[str, tuple[Callable[[Subject], float], float]] = {
 
 
 def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
-    """Title and result of every law."""
+    """Title and result of every law; where the module cannot read tokens at all, that alone."""
+    try:
+        subject(subject.tokens())
+    except Exception as error:  # whatever a foreign module raises
+        shape = [2, subject.length, subject.dim]
+        note = f"{_told(error)}; it was called with tokens {shape} of float64: if they have another width, set dim="
+        yield "it reads tokens", Found(None, EXACT, note, True)
+        return
     for title, (law, bound) in LAWS.items():
         try:
             error = law(subject)
@@ -248,8 +255,12 @@ def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
             yield title, Found(error, bound, "", not error <= bound)
         except NotApplicable as reason:
             yield title, Found(None, bound, f"does not apply: {reason}", False)
-        except Exception as error:  # whatever a foreign module raises
-            yield title, Found(None, bound, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}", True)
+        except Exception as error:
+            yield title, Found(None, bound, _told(error), True)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 
 def _needs(offered: bool, name: str) -> None:
