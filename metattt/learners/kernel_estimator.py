@@ -18,6 +18,7 @@ from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
+PIECE = 256  # queries of packed documents that are answered together: a mask of a whole call is quadratic in its length
 MOST_SINKS = 2**16  # a state has a place for each from the start
 
 
@@ -103,7 +104,16 @@ class KernelEstimator(NonParametric):
         document = documents(state, ctx, past)
         if state:
             k, v = torch.cat([state["k"].to(k.dtype), k], dim=2), torch.cat([state["v"].to(v.dtype), v], dim=2)
-        y = self.estimate(q, k, v, self.visible(document, count, past, q.device))
+        bounds = [(0, 0, count)]
+        if ctx.first is not None and not state and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            starts = torch.arange(0, count, PIECE)  # pieces of the call, and where their oldest document begins
+            bounds = torch.stack([starts - ctx.positions[:, starts].amax(0), starts, starts + PIECE], dim=1).tolist()
+        ys = []
+        for begun, start, end in bounds:
+            of = None if document is None else document[:, begun : past + end]
+            seen = self.visible(of, min(end, count) - start, past + start - begun, q.device)
+            ys.append(self.estimate(q[:, :, start:end], *(x[:, :, begun : past + end] for x in (k, v)), seen))
+        y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
         return self.finished(y, q), {"k": k, "v": v} | ({} if document is None else {"document": document})
 
     def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:

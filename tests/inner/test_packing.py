@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import metattt
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.inner import packing
 from metattt.layer import TTTLayer
-from metattt.learners import Linear
+from metattt.learners import Linear, kernel_estimator
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
 
@@ -60,3 +61,22 @@ def test_a_reset_on_padding_is_never_dropped() -> None:
         reset[1, 3:5] = torch.tensor([False, True])
         parts, _ = made(x[:, 4:], state, mask=mask[:, 4:], reset=reset[:, 4:])
     assert torch.allclose(parts, whole[:, 4:], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [["learner.learn_init=true"], ["learner.kernel=nearest"], ["task.kv_heads=1"]])
+def test_attention_to_packed_documents_is_computed_in_pieces(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = metattt.build("attention", *settings, dim=16, num_heads=2).double()
+    x = torch.randn(2, 40, 16, dtype=torch.float64, requires_grad=True)
+    reset, mask = torch.rand(2, 40) < 0.1, torch.rand(2, 40) < 0.9
+    estimator = kernel_estimator.KernelEstimator
+    results, visible, counts = [], estimator.visible, []
+    monkeypatch.setattr(estimator, "visible", lambda *given: counts.append(given[2]) or visible(*given))
+    for piece in (40, 7):
+        monkeypatch.setattr(kernel_estimator, "PIECE", piece)
+        y, state = layer(x, reset=reset & mask, mask=mask)
+        y = torch.cat([y, layer(x[:, :3], state)[0]], dim=1)
+        results.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+    assert counts == [40, 3, *[7] * 5, 40 % 7, 3]
