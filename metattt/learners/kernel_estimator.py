@@ -112,7 +112,8 @@ class KernelEstimator(NonParametric):
         for begun, start, end in bounds:
             of = None if document is None else document[:, begun : past + end]
             seen = self.visible(of, min(end, count) - start, past + start - begun, q.device)
-            ys.append(self.estimate(q[:, :, start:end], *(x[:, :, begun : past + end] for x in (k, v)), seen))
+            near = slice(begun, past + end)
+            ys.append(self.estimate(q[:, :, start:end], k[:, :, near], v[:, :, near], seen))
         y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
         return self.finished(y, q), {"k": k, "v": v} | ({} if document is None else {"document": document})
 

@@ -243,9 +243,9 @@ def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
     """Title and result of every law; where the module cannot read tokens at all, that alone."""
     try:
         subject(subject.tokens())
-    except Exception as error:  # whatever a foreign module raises
+    except Exception as failure:  # whatever a foreign module raises
         shape = [2, subject.length, subject.dim]
-        note = f"{_told(error)}; it was called with tokens {shape} of float64: if they have another width, set dim="
+        note = f"{_told(failure)}; it was called with tokens {shape} of float64: if they have another width, set dim="
         yield "it reads tokens", Found(None, EXACT, note, True)
         return
     for title, (law, bound) in LAWS.items():
