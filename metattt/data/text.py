@@ -160,7 +160,8 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
             count = len(stream) // width
             windows = stream[: count * width].reshape(count, width)
             if name != "train" and self.validation_max_bytes is not None:
-                keep = min(count, max(1, self.validation_max_bytes // width))
+                size = width * max(1, sum(map(len, self.split(name))) / len(stream))  # bytes of a window
+                keep = min(count, max(1, int(self.validation_max_bytes // size)))
                 windows = windows[np.arange(keep) * count // keep]
             self._windows[name] = windows
         return self._windows[name]

@@ -79,13 +79,20 @@ class Builder:
             compile_blocks(model)
 
 
-def differences(cfg: DictConfig, weights: str) -> str | None:
+def differences(cfg: DictConfig, weights: str, tokenizer: str | None) -> str | None:
     """A line that lists the settings in which a run differs from the model whose weights it starts from and that
-    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended."""
-    ours, theirs = map(_settings, (cfg, open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config))
+    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended.
+
+    Args:
+        tokenizer: of the run's data, as `Trained` has it; None: there is none.
+    """
+    found = open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust))
+    ours, theirs = map(_settings, (cfg, found.config))
     changed = [
         f"{key} {value} (there {theirs[key]})" for key, value in ours.items() if key in theirs and value != theirs[key]
     ]
+    if None not in (tokenizer, found.tokenizer) and tokenizer != found.tokenizer:
+        changed.append("another tokenizer (its tokens stand for other text)")
     return f"weights of {weights}, but here with {', '.join(changed)}" if changed else None
 
 

@@ -105,7 +105,8 @@ def _run(begin: Start, console: Console) -> int:
     if checkpoint is not None:
         notes.append(check_same_data(begin.content[RECORD], data, begin.moved))
     elif cfg.init_from:
-        notes.append(differences(cfg, cfg.init_from))
+        read_by = getattr(data, "tokenizer", None)
+        notes.append(differences(cfg, cfg.init_from, read_by and (read_by.content or "bytes")))
     if is_first():  # nothing of another run, or of a later part of this one, goes before all is known to be right
         begin.clear()
         write_configuration(folder, cfg)

@@ -26,6 +26,7 @@ from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.io import seal
 from metattt.registry import REGISTERED, VERSIONS, register
+from metattt.training.building import differences
 from metattt.training.resume import resumed
 from metattt.training.train import train
 
@@ -238,6 +239,9 @@ def test_init_from_says_what_the_weights_do_not_show(
     assert train(compose(*start, *other)) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "but here with" in line]
     assert line.endswith("but here with task.feature_map silu (there identity), optimizer.base_lr 0.5 (there 1.0)")
+    assert differences(compose(*start), str(run / "run"), "{}") == (
+        f"weights of {run / 'run'}, but here with another tokenizer (its tokens stand for other text)"
+    )
     refusal(lambda: train(compose(*start, "layer.gate=false")), "init_from=", " does not fit this model: ", "unknown")
 
 

@@ -11,11 +11,13 @@ import pyarrow.parquet
 import pytest
 import torch
 from refusals_for_tests import refusal
+from tokenizer_for_tests import trained_tokenizer
 
 from metattt.data.base import Place
 from metattt.data.documents import find_files, read_documents
 from metattt.data.sources import is_local
 from metattt.data.text import ByteTokenizer, TextData
+from metattt.data.tokenizers import load_tokenizer
 from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError
 
@@ -114,6 +116,15 @@ def test_windows_are_the_text_with_separators(tmp_path: Path) -> None:
     assert 500 - 32 <= short.windows("train").size <= 500 + 30
     everything = torch.cat(list(data.val_dataloader()))
     assert torch.equal(everything, torch.from_numpy(data.windows("validation").astype(np.int64)))
+
+
+def test_validation_max_bytes_are_bytes_of_text_with_any_tokenizer(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text(f"the window of document {number} and the tokens of it " * 20)
+    trained_tokenizer(tmp_path, tmp_path / "tokenizer.json")
+    data = TextData(str(tmp_path), context_length=7, validation_max_bytes=200)
+    data.read_as(tokenizer := load_tokenizer(str(tmp_path / "tokenizer.json")))
+    assert 120 < tokenizer.token_bytes[data.windows("validation").astype(np.int64)].sum() <= 210
 
 
 def test_batches_are_a_permutation_that_the_step_decides() -> None:
