@@ -183,8 +183,9 @@ class PlannedLayer(SequenceLayer):
         except FAILURES as error:
             learner: Any = self.learner
             learner.scan(views, {}, ctx, gates)  # which raises what else is wrong
-            kind, held = type(learner).__name__, {name: list(x.shape) for name, x in data.items()}
-            raise MetaTTTError(f"the state is from another layer: {kind} cannot go on from {held}") from error
+            held = ", ".join(f"{name} {list(x.shape)} of {x.dtype}" for name, x in data.items())
+            other = f"{type(learner).__name__} cannot go on from {held}"
+            raise MetaTTTError(f"the state is from another layer, or of other numbers: {other}") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         there = name in ("task", "learner", "optimizer") and name in self._modules

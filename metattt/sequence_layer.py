@@ -159,15 +159,6 @@ class SequenceLayer(Declared, ABC):
             raise MetaTTTError(
                 f"the state is for {state.pos.shape[0]} sequences, x holds {x.shape[0]}: start with state=None"
             )
-        parts = state.task, state.optimizer, state.learner
-        types = {tensor.dtype for part in parts for tensor in part.values() if tensor.is_floating_point()}
-        double = torch.float64  # what a call under autocast keeps is narrower than fp32, and that is no mistake
-        if any((found == double) != (x.dtype == double) for found in types):
-            wanted = torch.promote_types(x.dtype, torch.float32)
-            raise MetaTTTError(
-                f"the state holds numbers of {', '.join(map(str, types))}, x of {x.dtype}: move it with "
-                f"state.to({wanted}), or start with state=None"
-            )
 
     def call(self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False) -> Call:
         """What the layer knows about a call with the tokens `x` `[B, T, D]`."""
