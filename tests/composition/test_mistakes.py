@@ -39,6 +39,7 @@ TYPICAL = [  # a mistake, and what it should have been
     ("learner.depth=3", "learner=mlp learner.depth"),
     ("+learner.bais=true", "learner.bias"),
     ("~callbacks.progres", "callbacks.progress"),
+    ("+callbacks=inner_warmup", "callbacks"),
 ]
 
 
