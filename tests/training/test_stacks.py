@@ -144,6 +144,6 @@ def test_a_run_is_read_converted_and_goes_on_generating(runs: Path, tmp_path: Pa
 
 def test_a_run_that_starts_from_another_says_what_differs(runs: Path) -> None:
     other = [one for one in TINY if "mini_batch_size" not in one]
-    line = differences(compose(*other), str(runs / "whole"))
+    line = differences(compose(*other), str(runs / "whole"), "bytes")
     assert line is not None and "blocks.layers.ttt_mlp.optimizer.mini_batch_size 16 (there 8)" in line
-    assert differences(compose(*TINY), str(runs / "whole")) is None
+    assert differences(compose(*TINY), str(runs / "whole"), "bytes") is None
