@@ -48,7 +48,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "optimizers/test_rules_of_ones_own.py::test_settings_assigned": ("[GradientDescent]", "[Momentum]", "[Block", "[ChannelDecay]"),
     "optimizers/test_rules_by_request.py::test_heads_of_another_width": ("[3-",),
     "learners/test_log_linear.py::test_decays_over_thousands": ("-sum]",),
-    "learners/test_mesa.py::test_derivatives_of_first": ("[exact]",),
     "test_installation.py::test_the_core_brings_no_library": (),
     "inner/test_many_chunks.py": ("delta_net]",),
     "kernels/test_triton_operations.py::test_outputs": (
