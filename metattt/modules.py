@@ -136,7 +136,8 @@ class CausalConv(nn.Module):
     def convolve(self, padded: Tensor, ctx: Context) -> Tensor:
         """y `[B, T, D]` from what `pad` returns."""
         width, weight = self.weight.shape[-1], self.weight
-        if ctx.first is None and not torch.compiler.is_compiling():
+        plain = not torch.compiler.is_compiling()
+        if ctx.first is None and plain:
             if padded.device.type != "cpu":
                 return F.conv1d(padded.mT, weight, self.bias, groups=padded.shape[2]).mT
             wide = padded.dtype == weight.dtype in (torch.float32, torch.float64)
@@ -150,16 +151,25 @@ class CausalConv(nn.Module):
             # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
             image = padded.mT.unsqueeze(2)
             return F.conv2d(image, weight.unsqueeze(2), self.bias, groups=padded.shape[2]).squeeze(2).mT
-        # Tap by tap: documents do not see each other. Inductor makes one loop of it, for all lengths; it compiles the
-        # derivative of a convolution for every length again.
+        same = None
+        if ctx.first is not None:  # documents do not see each other
+            document = F.pad(ctx.first.cumsum(1), (width - 1, 0)).unfold(1, width, 1)
+            same = (document == document[..., -1:]).unsqueeze(-1)
+            if plain and padded.device.type == "cpu":
+                row, token = (~same[:, :, 0, 0]).nonzero(as_tuple=True)  # what sees two documents is computed once more
+                taps = token.unsqueeze(1) + torch.arange(width)
+                seen = padded[row.unsqueeze(1), taps].where(same[row, token], 0)
+                alone = ctx._replace(first=None)
+                y = self.convolve(padded, alone)
+                return y.index_put((row, token), self.convolve(seen, alone).squeeze(1))
+        # Tap by tap. Inductor makes one loop of it, for all lengths; it compiles the derivative of a convolution for
+        # every length again.
         padded = padded.to(product_type(padded))
-        document = None if ctx.first is None else F.pad(ctx.first.cumsum(1), (width - 1, 0))
         length = padded.shape[1] - width + 1
         y = padded.new_zeros(()) if self.bias is None else self.bias.to(padded.dtype)
         for tap in range(width):
             seen = padded[:, tap : tap + length]
-            if document is not None:
-                seen = seen * (document[:, tap : tap + length] == document[:, width - 1 :]).unsqueeze(-1)
+            seen = seen if same is None else seen.where(same[:, :, tap], 0)
             y = y + seen * weight[:, 0, tap].to(padded.dtype)
         return y
 
@@ -301,14 +311,6 @@ def _frequencies(width: int, theta: float, device: torch.device, dtype: torch.dt
 
 
 _known_frequencies = made_once(_frequencies)
-
-
-@made_once
-def known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """For the first `count` positions `[count, 2, width]`: what features are multiplied by, and their neighbours."""
-    cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
-    pairs = torch.stack([cos, cos], -1), torch.stack([-sin, sin], -1)
-    return torch.stack([pair.flatten(-2) for pair in pairs], -2)[0, 0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

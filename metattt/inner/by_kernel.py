@@ -45,14 +45,19 @@ def scan(
     runs = _runs(blocks if committed else each(blocks), size, committed, decoding)
     parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.columns for block in run]) for _, run in runs])
     for (whole, run), part in zip(runs, parts, strict=True):
+        if run[0].restart is not None:
+            memory = begun(loop, run, memory, part)
         given = MiniBatches(part, memory.get("commit", {}), slow, tau, size, loop.matmul_dtype, loop.group_size)
         y: Tensor | None = None
-        if whole and set(memory) == {"commit"}:
+        if whole:
             kernel = kernel_of(loop.plan, given)
             if kernel is not None:
                 with torch.autocast(part.views.k.device.type, enabled=False):
                     y, weights = kernel.scan(given, partial(_reference, loop, "commit"))
-                memory = {"commit": weights}
+                after, here = {"commit": weights}, run[0].filled
+                if isinstance(here, Tensor):  # some sequences have ended before, with a mini-batch that stays open
+                    after = choose(here > 0, after, {**memory, **after}, memory)
+                memory = after
         elif decoding and sums and _open(run[0], padded):
             kernel = decoder_of(loop.plan, given)
             if kernel is not None:
@@ -76,10 +81,8 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
         runs[-1].append(block)
     parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.columns for block in run]) for run in runs])
     for run, part in zip(runs, parts, strict=True):
-        begins = run[0].restart
-        if begins is not None:
-            memory = choose(begins, loop.start(len(begins), part.gates.eta.dtype), memory, memory)
-            run[0] = run[0]._replace(restart=None)
+        if run[0].restart is not None:
+            memory = begun(loop, run, memory, part)
         weights = memory["weights" if "weights" in memory else "anchor"]
         given = MiniBatches(
             part, weights, {}, None, 1, loop.matmul_dtype, loop.group_size,
@@ -94,6 +97,14 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block])
             memory = {**memory, "weights": weights}
         outputs.append(y)  # type: ignore[arg-type]
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
+
+
+def begun(loop: Parts, run: list[Block], memory: Memory, tokens: Tokens) -> Memory:
+    """The memory at the start of a run in which documents begin: fresh there. The blocks of the run then say no more
+    of it."""
+    begins, run[0] = run[0].restart, run[0]._replace(restart=None)
+    assert begins is not None
+    return choose(begins, loop.start(len(begins), tokens.gates.eta.dtype), memory, memory)
 
 
 def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
@@ -180,7 +191,8 @@ def _open(block: Block, padded: bool) -> bool:
 
 def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -> list[tuple[bool, list[Block]]]:
     """Blocks together, and whether they are whole mini-batches (of `size` tokens for all sequences, from the first
-    token to the commit), as a kernel takes them; what lies between, block by block while decoding.
+    token to the commit), as a kernel takes them, with documents that begin at the first of them alone; what lies
+    between, block by block while decoding.
 
     `committed`: at the first block a mini-batch begins; where not, the first block ends one that an earlier call began.
     """
@@ -189,8 +201,8 @@ def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -
         whole = False
         if block.length == size:  # a branch: under torch.compile the comparison itself is symbolic
             begins = isinstance(block.phase, int) and block.phase == 0 and (committed or len(runs) > 0)
-            whole = begins and block.commit is True and block.restart is None
-        if runs and runs[-1][0] == whole and (whole or not decoding):
+            whole = begins and (block.commit is True or block.whole)
+        if runs and runs[-1][0] == whole and (block.restart is None if whole else not decoding):
             runs[-1][1].append(block)
         else:
             runs.append((whole, [block]))

@@ -118,7 +118,8 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
 def say_cut(parts: Parts, phase: int | None, layout: ColumnLayout, count: int) -> None:
     """Warns once if a call of `count` tokens cuts a mini-batch of a `block` read: then its outputs depend on T."""
     begun = phase == 0 or parts.plan.period is None
-    whole = begun and (layout.phase == 0 or all(block.commit is True for block in layout.blocks))
+    complete = (block.commit is True and isinstance(block.filled, int) for block in layout.blocks)
+    whole = begun and (layout.phase == 0 or all(complete))
     if whole or parts.rule.mini_batch_size == 1 or ("cut",) in parts.plan.said or torch.compiler.is_compiling():
         return
     parts.plan.said.add(("cut",))

@@ -73,7 +73,7 @@ class InnerLoop(Parts):
             layout = closed(layout)
         elif self.rule.read == "block":
             say_cut(self, state.phase, layout, count)
-        if layout.source is not None:
+        if layout.column is not None:
             tokens = tokens.map(layout.scatter)
         if layout.is_filled is not None:
             tokens = tokens.masked(layout.is_filled)

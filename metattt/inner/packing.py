@@ -31,28 +31,35 @@ class ColumnLayout(NamedTuple):
 
     Attributes:
         blocks: what the scan walks over.
-        source: `[B, columns]` token at each column, T if there is none; None if columns are tokens.
-        column: `[B, T]` column of each token; None likewise.
+        column: `[B, T]` column of each token, one past the last for padding; None if columns are tokens.
         is_filled: `[B, columns]` filled columns; None if all are.
         phase: `pos mod b` after the call, None if it differs between sequences.
     """
 
     blocks: Sequence[Block]
-    source: Tensor | None
     column: Tensor | None
     is_filled: Tensor | None
     phase: int | None
 
     def scatter(self, x: Tensor) -> Tensor:
         """`[B, H, T, ...]` to `[B, H, columns, ...]`, zeros in unfilled columns."""
-        assert self.source is not None
-        padded = torch.cat([x, x.new_zeros(*x.shape[:2], 1, *x.shape[3:])], dim=2)
-        return take_columns(padded, self.source.unsqueeze(1))
+        assert self.is_filled is not None
+        batch, columns = self.is_filled.shape
+        laid = x.new_zeros(batch * (columns + 1), x.shape[1], *x.shape[3:])
+        laid = laid.index_copy(0, self._rows(columns + 1), x.transpose(1, 2).flatten(0, 1))
+        return laid.unflatten(0, (batch, columns + 1))[:, :columns].transpose(1, 2)
 
     def gather(self, y: Tensor) -> Tensor:
         """The inverse of `scatter` on filled columns."""
         assert self.column is not None
-        return take_columns(y, self.column.unsqueeze(1))
+        rows = y.transpose(1, 2).flatten(0, 1).index_select(0, self._rows(y.shape[2]))
+        return rows.unflatten(0, self.column.shape).transpose(1, 2)
+
+    def _rows(self, columns: int) -> Tensor:
+        """`[B·T]` rows of the tokens, where sequences of so many columns follow each other."""
+        assert self.column is not None
+        first = columns * torch.arange(len(self.column), device=self.column.device)
+        return (self.column.clamp(max=columns - 1) + first.unsqueeze(1)).flatten()
 
 
 def take_columns(x: Tensor, index: Tensor) -> Tensor:
@@ -88,7 +95,7 @@ class Packing:
     def sort(self, x: Tensor) -> Tensor:
         """Tokens of `x` `[B, T, ...]` with padding last, and 0 there: junk at padding, NaN included, must not reach a
         gradient."""
-        return self.clear(x if self.order is None else x.gather(1, self._index(self.order, x)))
+        return self.clear(x if self.order is None else x.gather(1, expand_like(self.order, x).expand_as(x)))
 
     def clear(self, x: Tensor) -> Tensor:
         """Sorted tokens with 0 at padding, whatever stood there."""
@@ -96,9 +103,7 @@ class Packing:
 
     def restore(self, y: Tensor) -> Tensor:
         """`y` `[B, T, ...]` back in the caller's columns."""
-        if self.order is None:
-            return y
-        return y.gather(1, self._index(self.order.argsort(1), y))
+        return y if self.order is None else y.gather(1, expand_like(self.order.argsort(1), y).expand_as(y))
 
     def blank(self, y: Tensor) -> Tensor:
         """`y` `[B, T, D]` with zeros at padding."""
@@ -157,10 +162,6 @@ class Packing:
         if key not in self._layouts:
             self._layouts[key] = state.pos, make_layout(ctx, state, period, block, self.host)
         return self._layouts[key][1]
-
-    @staticmethod
-    def _index(order: Tensor, x: Tensor) -> Tensor:
-        return order if x.ndim == 2 else order.unsqueeze(-1).expand_as(x)
 
 
 class Call(NamedTuple):
@@ -284,9 +285,9 @@ def make_layout(
         blocks, end = consecutive(length, phase, block)
         if ctx.valid is not None:
             return _padded(ctx.valid, phase, period, block, each(blocks), host)
-        return ColumnLayout(blocks, None, None, None, 0 if period is None else end)
+        return ColumnLayout(blocks, None, None, 0 if period is None else end)
     if ctx.positions.shape[0] == 0:  # no sequences, which any layout is right for
-        return ColumnLayout(consecutive(length, 0, block)[0], None, None, None, None)
+        return ColumnLayout(consecutive(length, 0, block)[0], None, None, None)
     if period is None or (open_ is None and phase is not None and not torch.compiler.is_compiling()):
         at = "cpu" if not torch.compiler.is_compiling() else state.pos.device  # the host knows it, and lays tokens out
         open_ = torch.full(state.pos.shape, phase or 0, dtype=torch.long, device=at)
@@ -311,7 +312,7 @@ def _padded(
     if period is not None and not torch.compiler.is_compiling():
         ends = (seen.sum(1) + phase) % block
         end = int(ends[0]) if len(ends) and bool((ends == ends[0]).all()) else None
-    return ColumnLayout(blocks, None, None, valid, end)
+    return ColumnLayout(blocks, None, valid, end)
 
 
 def _told_apart(
@@ -339,6 +340,7 @@ def _told_apart(
             commit=x.commit is True and (everywhere[i] or on_device[0][i]),  # type: ignore[index]
             filled=x.filled if bool((filled[i] == x.filled).all()) else on_device[1][i],  # type: ignore[index]
             restart=next(starts) if some[i] else None,
+            whole=bool((commits[i] | (filled[i] == 0)).all()),
         )
         for i, x in enumerate(blocks)
     ]
@@ -347,9 +349,7 @@ def _told_apart(
 def _single(ctx: Context, phase: Tensor, block: int) -> ColumnLayout:
     """One token per sequence, at different phases."""
     seen = torch.ones_like(phase) if ctx.valid is None else ctx.valid[:, 0].long()
-    return ColumnLayout(
-        [Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, ctx.valid, None
-    )
+    return ColumnLayout([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, ctx.valid, None)
 
 
 def _unaligned(
@@ -382,18 +382,18 @@ def _unaligned(
     if first is not None:
         restart = torch.zeros(batch, (columns + block - 1) // block + 1, dtype=torch.bool, device=open_.device)
         restart = restart.scatter(1, torch.where(first & valid, column // block, restart.shape[1] - 1), True)
-    target = torch.where(valid, column, columns)
-    source = torch.full((batch, columns + 1), length, dtype=torch.long, device=open_.device)
-    source = source.scatter(1, target, index)[:, :-1]
-    is_filled = source < length
+    column = torch.where(valid, column, columns)
+    is_filled = torch.zeros(batch, columns + 1, dtype=torch.bool, device=open_.device).scatter(1, column, True)[:, :-1]
     lengths = [min(block, columns - start) for start in range(0, columns, block)]
     blocks = [Block(size, 0, True if size == block else False, size) for size in lengths]  # noqa: SIM210 (as above)
     parts = is_filled.split(lengths, dim=1)
+    commits = [part[:, -1] for part in parts]
+    if restart is not None:  # a document that ends has no use for its weights: its last mini-batch counts as whole
+        commits = [*(x | restart[:, i] for i, x in enumerate(commits[:-1], 1)), commits[-1]]
     filled = [
         (torch.arange(1, size + 1, device=open_.device) * part).amax(1)
         for size, part in zip(lengths, parts, strict=True)
     ]
     again = [None if restart is None else restart[:, i] for i in range(len(blocks))]
-    made = _told_apart(blocks, [part[:, -1] for part in parts], filled, again, device)
-    source, column, is_filled = (_sent(x, device) for x in (source, column.clamp(0, columns - 1), is_filled))
-    return ColumnLayout(made, source, column, is_filled, end)
+    made = _told_apart(blocks, commits, filled, again, device)
+    return ColumnLayout(made, _sent(column, device), _sent(is_filled, device), end)

@@ -171,6 +171,7 @@ class Block(NamedTuple):
         filled: tokens of the mini-batch seen by the end of these columns; `[B]` if it differs.
         restart: `[B]` sequences that start a document here; None if none does.
         times: how many such blocks follow each other.
+        whole: every sequence completes the mini-batch, or has no token here. (With `commit is True` all complete it.)
     """
 
     length: int
@@ -179,6 +180,7 @@ class Block(NamedTuple):
     filled: int | Tensor
     restart: Tensor | None = None
     times: int = 1
+    whole: bool = False
 
     @property
     def columns(self) -> int:

@@ -16,7 +16,7 @@ from metattt.modules import (
     affine,
     convolution,
     document_tail,
-    known_turns,
+    made_once,
     normalize,
     projection,
     rms_norm,
@@ -37,6 +37,14 @@ NORM_EPS = 1e-5  # of `qk_norm`, as in the released code of LaCT
 MOST_TURNS = 65536  # tokens of a mini-batch whose rotations are kept in a table for decoding
 
 FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
+
+
+@made_once
+def _known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """For the first `count` positions `[count, 2, width]`: what features are multiplied by, and their neighbours."""
+    cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
+    pairs = torch.stack([cos, cos], -1), torch.stack([-sin, sin], -1)
+    return torch.stack([pair.flatten(-2) for pair in pairs], -2)[0, 0]
 
 
 @register(group="task", name="reconstruction")
@@ -285,7 +293,7 @@ class Reconstruction(Task):
                 # for one token the number of operations counts: q and k together, features 2i and 2i+1 exchanged
                 both = torch.stack([q, k])
                 exchanged = both.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-                table = known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
+                table = _known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
                 cos, sin = table[positions].unsqueeze(1).unbind(-2)
                 q, k = torch.addcmul(both * cos, exchanged, sin).unbind(0)
             else:

@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from metattt.composition.compose import LAYER_PARTS, build, compose
 from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
+from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel, kernels
 from metattt.layer import TTTLayer
@@ -69,16 +71,26 @@ def test_equals_the_dual_form(learner: str, rule: str, group_size: int | None) -
         assert state_distance(dual, found.state, expected.state) < BOUND
 
 
+@pytest.mark.parametrize("rule", ["plain", "token steps"])
 @pytest.mark.parametrize("learner", ["linear", "mlp"])
-def test_packed_documents_and_padding(learner: str) -> None:
-    spec = specimen(learner, "token steps")
+def test_packed_documents_and_padding(learner: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mini-batches that all sequences complete, or have no token in, are the kernel's; some stay open, and go on."""
+    spec, by_forms = specimen(learner, rule), list[int]()
     fused, dual = spec.make(form="fused").float(), spec.make(form="dual").float()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 160, 32, generator=generator)
-    reset = torch.rand(2, 160, generator=generator) < 0.03
-    mask = torch.rand(2, 160, generator=generator) < 0.9
-    for flags in ({"reset": reset}, {"mask": mask}, {"reset": reset, "mask": mask}):
-        assert compare(run(fused, x, grads=True, **flags), run(dual, x, grads=True, **flags)) < BOUND
+    x = torch.randn(3, 160, 32, generator=generator)
+    reset, mask = (torch.rand(3, 160, generator=generator) < share for share in (0.03, 0.9))
+    ends = torch.arange(160) < torch.tensor([[160], [75], [16]])
+    cases = ({"reset": reset}, {"mask": mask}, {"reset": reset, "mask": mask}, {"mask": ends}, {"reset": reset & ends, "mask": ends})
+    one = InnerLoop.mini_batch
+    for flags, cuts in itertools.product(cases, ([], [50, 53, 128])):
+        expected = run(dual, x, cuts, grads=True, **flags)
+        with monkeypatch.context() as patch:
+            by_forms.clear()
+            patch.setattr(InnerLoop, "mini_batch", lambda *given: (by_forms.append(1), one(*given))[1])
+            found = run(fused, x, cuts, grads=True, **flags)
+        assert compare(found, expected) < BOUND and state_distance(dual, found.state, expected.state) < BOUND
+        assert cuts or len(by_forms) <= 2 * 3, "a mini-batch that a sequence ends in, forward and again backward"
 
 
 @pytest.mark.parametrize(("name", "bound"), [("ttt_linear", 1e-3), ("ttt_mlp", 1e-3), ("gated_delta_net", 1e-4)])
