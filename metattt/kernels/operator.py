@@ -270,10 +270,8 @@ def register_operators(name: str, kernels: Sequence[type[Operation]]) -> None:
         return [y, *after, *kept]
 
     @forward.register_fake
-    def _(  # type: ignore[no-untyped-def]
-        k, v, q, eta, tau, scale, shift, weights, size, group, keep, final, documents, by
-    ):
-        tensors = k, v, q, eta, tau, scale, shift
+    def _(*given: Any) -> list[Tensor]:
+        *tensors, weights, size, group, keep, final, documents, by = given
         y, after, kept = made[by].results(passed(tensors, weights, size, group, keep, final, documents))
         return [y, *after, *kept]
 
@@ -290,9 +288,8 @@ def register_operators(name: str, kernels: Sequence[type[Operation]]) -> None:
             return made[by].backward(call, kept, dy, dweights)
 
     @backward.register_fake
-    def _(  # type: ignore[no-untyped-def]
-        dy, dweights, kept, k, v, q, eta, tau, scale, shift, weights, size, group, documents, by
-    ):
+    def _(dy: Any, dweights: Any, kept: Any, *given: Any) -> list[Tensor]:
+        k, v, q, eta, tau, scale, shift, weights, *_ = given
         tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta)))
         others = [x for x in (tau, scale, shift, *weights) if x is not None]
         return [*(x for x in tokens.tensors if x is not None), *(x.new_empty(x.shape) for x in others)]

@@ -1,5 +1,5 @@
-"""What the kernels of `f(x) = x + LN(z(x))` with squared error have in common, on every device: which combinations they
-compute."""
+"""The functions `f(x) = x + LN(z(x))` (arXiv 2407.04620, Sec. 2.7) that kernels compute with squared error, on every
+device, and which combinations they cover."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from metattt.kernels.base import Kernel
 from metattt.learners.base import Learner
+from metattt.learners.linear import Linear
+from metattt.learners.mlp import MLP
 from metattt.optimizers.base import InnerOptimizer
 from metattt.optimizers.checks import linear_rule
 from metattt.tasks.base import Task
@@ -45,3 +47,30 @@ def residual(x: Tensor, z: Tensor, slow: Mapping[str, Tensor]) -> Tensor:
     """`x + LN(z)`."""
     scale, shift = slow["norm_scale"].unsqueeze(1), slow["norm_bias"].unsqueeze(1)
     return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * scale + shift
+
+
+class TTTLinearKernel(ResidualKernel):
+    weights = ("w1", "b1")
+    learner = Linear
+    formula = "x + LN(xW + b)"
+
+    @staticmethod
+    def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return residual(x, affine(x, weights, 1), slow)
+
+
+class TTTMLPKernel(ResidualKernel):
+    weights = ("w1", "b1", "w2", "b2")
+    learner = MLP
+    formula = "x + LN(MLP of two layers)"
+
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+        if isinstance(learner, MLP) and learner.depth != 2:
+            return f"the learner is not {self.formula}"
+        if isinstance(learner, MLP) and learner.activation != "gelu_tanh":
+            return f"learner.activation={learner.activation}"
+        return super().reason_not_covered(task, learner, optimizer)
+
+    @staticmethod
+    def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return residual(x, affine(F.gelu(affine(x, weights, 1), approximate="tanh"), weights, 2), slow)

@@ -32,7 +32,7 @@ class NativeForm(Operation):
     device = "cpu"
     traceable = True
     source: Path
-    source_of_tokens: Path | None = None  #: the one that takes token after token; None: there is none
+    source_of_tokens: Path  #: the one that takes token after token
     largest_group = 16
 
     @abstractmethod
@@ -46,11 +46,7 @@ class NativeForm(Operation):
         return self._refused(given, misfit, self.source)
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
-        """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of
-        lengths."""
         width = given.tokens.views.k.shape[-1]
-        if self.source_of_tokens is None:
-            return "whole mini-batches only"
         misfit = None if width % 16 == 0 and 16 <= width <= 128 else f"a head width of {width}"
         return self._refused(given, misfit, self.source_of_tokens)
 
@@ -73,7 +69,6 @@ class NativeForm(Operation):
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         self.check(given, update, phase, native=True)
-        assert self.source_of_tokens is not None  # `reason_not_decoded` saw it
         if not isinstance(phase, Tensor):
             function = self.library(self.source_of_tokens, sizes_of(given)).advance
             return advance(function, given, update, phase, donate_state)
@@ -91,7 +86,6 @@ class NativeForm(Operation):
         self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
         scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
     ) -> Tensor:  # fmt: skip
-        assert self.source_of_tokens is not None
         sizes = Sizes(size, q.shape[-1], weights[0].shape[-1], len(weights))
         function = self.library(self.source_of_tokens, sizes).advance
         return one_token(function, q, k, v, eta, weights, update, scale, shift, tau, phase, size)
@@ -131,7 +125,9 @@ class NativeForm(Operation):
         if key not in _libraries:
             found: Any = self.defines(sizes)
             if not isinstance(found, str):
-                found = load(source, _macros(found, source is self.source)) or "no library of a compiler (see warning)"
+                if source is self.source_of_tokens:  # which takes mini-batches of any size
+                    del found["TOKENS"]
+                found = load(source, found) or "no library of a compiler (see warning)"
             if not isinstance(found, str) and source is self.source_of_tokens:
                 found.advance.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
             _libraries[key] = found
@@ -161,11 +157,6 @@ def _own(x: Tensor, donated: bool) -> Tensor:
 
 _libraries: dict[tuple[Any, ...], ctypes.CDLL | str] = {}
 """By source and sizes, or why there is none."""
-
-
-def _macros(defines: dict[str, int], whole: bool) -> dict[str, int]:
-    """Those of a source; one that takes token after token takes mini-batches of any size."""
-    return defines if whole else {name: value for name, value in defines.items() if name != "TOKENS"}
 
 
 def use_large_pages(library: ctypes.CDLL, *made: Tensor | None) -> None:

@@ -37,7 +37,17 @@ class OnGPU(Operation):
         phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
         new_update: Part | None,
     ) -> None:  # fmt: skip
-        """Launches the operation's `decode.launch_token`, which says what it takes."""
+        """Launches the operation's `decode.launch_token` for one token of every sequence.
+
+        Args:
+            o: where the outputs `[B, H, d]` go; last stride 1, as those of q, k and v.
+            q, k, v, eta: views `[B, H, d]` and step sizes `[B, H]`.
+            scale, shift, tau: γ, β `[H, d]` and token steps `[1 or H, size]` (None: all 1), contiguous.
+            phase: place of the token in its mini-batch of `size` tokens; `[B]`, contiguous, where sequences differ.
+            weights, update: the state before the token, contiguous; update None: zero.
+            new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
+            new_update: where M goes; may be `update`. None: the token completes every mini-batch.
+        """
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         """Most bytes of shared memory that a program of the launches for these shapes takes, forward or backward.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from metattt.kernels.cpu.native_scan import NativeForm, Sizes
-from metattt.kernels.ttt_linear.learner import TTTLinearKernel
+from metattt.kernels.residual import TTTLinearKernel
 
 
 class NativeTTTLinear(TTTLinearKernel, NativeForm):

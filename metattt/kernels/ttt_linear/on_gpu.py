@@ -10,9 +10,9 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.operator import Pass, Results, rows
+from metattt.kernels.residual import TTTLinearKernel
 from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters
 from metattt.kernels.ttt_linear import tuning
-from metattt.kernels.ttt_linear.learner import TTTLinearKernel
 
 if TYPE_CHECKING:  # Triton is imported where it is used
     from metattt.kernels.ttt_linear.forward import Forward

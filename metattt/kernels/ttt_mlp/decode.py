@@ -147,17 +147,7 @@ def launch_token(
     phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
     new_update: Part | None,
 ) -> None:  # fmt: skip
-    """Runs the kernel for one token of every sequence.
-
-    Args:
-        o: where the outputs `[B, H, d]` go; last stride 1, as those of q, k and v.
-        q, k, v, eta: views `[B, H, d]` and step sizes `[B, H]`.
-        scale, shift, tau: γ, β `[H, d]` and token steps `[1 or H, size]` (None: all 1), contiguous.
-        phase: place of the token in its mini-batch of `size` tokens; `[B]`, contiguous, where sequences differ.
-        weights, update: the state before the token, contiguous; update None: zero.
-        new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
-        new_update: where the update goes; may be `update`. None: the token completes every mini-batch.
-    """
+    """Runs the kernel for one token of every sequence: see `OnGPU.launch`."""
     batch, heads, d = q.shape
     nothing: Part = (None,) * 4
     places = (phase, 0) if isinstance(phase, Tensor) else (None, phase)

@@ -265,15 +265,12 @@ def strides(*tensors: Tensor) -> list[int]:
     return [x.stride(dim) for x in tensors for dim in range(3)]
 
 
-def empty_weights(
-    like: Weights, rows: tuple[int, ...], dtype: torch.dtype = torch.float32, *, zero: bool = False
-) -> Weights:
-    """Weights `[*rows, *shape]` of the shapes, without the leading dimensions, of `like [..., H, *shape]`."""
-    make = torch.zeros if zero else torch.empty
-    dims = (2, 1, 2, 1)
+def empty_weights(like: Weights, rows: tuple[int, ...], *, zero: bool = False) -> Weights:
+    """Weights `[*rows, *shape]` in fp32 of the shapes, without the leading dimensions, of `like [..., H, *shape]`."""
+    make, shapes = torch.zeros if zero else torch.empty, [None if w is None else w.shape for w in like]
     return tuple(
-        None if w is None else make(*rows, *w.shape[w.dim() - dim :], dtype=dtype, device=w.device)
-        for w, dim in zip(like, dims, strict=True)
+        None if shape is None else make(*rows, *shape[-dim:], dtype=torch.float32, device=like[0].device)
+        for shape, dim in zip(shapes, (2, 1, 2, 1), strict=True)
     )
 
 

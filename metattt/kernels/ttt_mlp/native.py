@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from metattt.kernels.cpu.native_scan import NativeForm, Sizes
-from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
+from metattt.kernels.residual import TTTMLPKernel
 
 
 class NativeTTTMLP(TTTMLPKernel, NativeForm):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.operator import Pass, Results, empty_like_tokens, rows
+from metattt.kernels.residual import TTTMLPKernel
 from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters
 from metattt.kernels.ttt_mlp import tuning
-from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 
 
 class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
