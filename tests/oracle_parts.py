@@ -166,7 +166,7 @@ class Tokens:
     def of_gatedviews(self) -> tuple[Tensor, list[list[Pair]]]:
         """p = e ∘ k is erased and w ∘ v is written; `q − g p` is read."""
         s, (q, k, v) = self.s, self.views()
-        erased = k
+        erased = s.erase_scale * k
         if s.erase == "constant":
             erased = s.erase_scale * torch.sigmoid(self.p["task.erase_logit"]).view(1, -1, 1) * k
         elif s.erase == "per_channel":
@@ -175,7 +175,7 @@ class Tokens:
             v = torch.sigmoid(self.apart(affine(self.p, "task.write_gate", self.x))) * v
         if s.correction is not None:
             q = q - self.p["task.correction_factor"].view(1, -1, 1) * self.every_head(erased)
-        return q, self.one_each(k, v, p=None if s.erase == "none" else erased)
+        return q, self.one_each(k, v, p=None if (s.erase, s.erase_scale) == ("none", 1) else erased)
 
     def of_lactviews(self) -> tuple[Tensor, list[list[Pair]]]:
         q, k, v = self.projected()

@@ -20,7 +20,6 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
     """`p = e ∘ k` is erased and `v = w ∘ θV x` is written, with separate gates: `G = kᵀ(p W − v)`.
 
     Args:
-        feature_map, normalize_qk, kv_heads, qk_norm, short_conv: see `Reconstruction`.
         erase: the gate e: `none` (1), `constant`, σ(c) learned per head (Comba, arXiv 2506.02475), or `per_channel`,
             σ(θ x) (Gated DeltaNet-2, arXiv 2605.22791).
         erase_scale: times e; 2 allows negative eigenvalues (arXiv 2411.12537).
@@ -58,11 +57,14 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
                 line.replace("v_t = ", "v_t = σ(θ_w x_t) ∘ ") if line.startswith("v_t") else line for line in lines
             ]
         scale = "" if self.erase_scale == 1 else f"{self.erase_scale:g} "
-        if self.erase != "none":
-            gate = "e = σ(c_e) of each head, c_e = 1 at the start" if self.erase == "constant" else "e = σ(θ_e x_t)"
-            lines.append(f"p_t = {scale}{'e k_t' if self.erase == 'constant' else 'e ∘ k_t'}, {gate}")
+        gated = {
+            "none": "k_t",
+            "constant": "e k_t, e = σ(c_e) of each head, c_e = 1 at the start",
+            "per_channel": "e ∘ k_t, e = σ(θ_e x_t)",
+        }[self.erase]
+        erased = "k_t" if scale + gated == "k_t" else "p_t"
+        lines += [] if erased == "k_t" else [f"p_t = {scale}{gated}"]
         if self.correction is not None:
-            erased = "k_t" if self.erase == "none" else "p_t"
             lines.append(f"q_t ← q_t − g {erased}, g learned for each head, {self.correction:g} at the start")
         return lines
 
@@ -75,9 +77,11 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
             p = p * (self.erase_scale * torch.sigmoid(self.erase_logit).to(p.dtype)).view(-1, 1, 1)
         elif self.erase == "per_channel":
             p = p * (self.erase_scale * torch.sigmoid(self._heads(self.erase_gate(x)))).to(p.dtype)
+        elif self.erase_scale != 1:
+            p = p * self.erase_scale
         if self.write == "per_channel":
             v = v * torch.sigmoid(self._heads(self.write_gate(x))).to(v.dtype)
         if self.correction is not None:
             shared = p if self.groups == self.num_heads else p.repeat_interleave(self.num_heads // self.groups, 1)
             q = q - self.correction_factor.to(q.dtype).view(-1, 1, 1) * shared
-        return Views(views.k, v, q, None if self.erase == "none" else p), state
+        return Views(views.k, v, q, None if p is views.k else p), state
