@@ -125,7 +125,13 @@ class PublishedConfig:
             conv_kernel=_taps(block) or 4,
             tie_word_embeddings=model.head.weight is model.embedding.weight,
         )
-        differences = _differences(model, config.build(), "")
+        twin = config.build()
+        shapes = {name: list(one.shape) for name, one in twin.named_parameters()}
+        differences = _differences(model, twin, "") or [
+            f"{name} {list(one.shape)} (published: {shapes[name]})"
+            for name, one in model.named_parameters()
+            if list(one.shape) != shapes[name]
+        ]
         if differences:
             once = {re.sub(r"^blocks\.\d+", "", one): one for one in reversed(differences)}  # of many blocks, the first
             found = ", ".join(reversed(once.values()))

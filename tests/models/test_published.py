@@ -183,6 +183,7 @@ def test_bad_configurations_are_refused(change: dict[str, Any], message: str) ->
         (["task.rope=full"], r"blocks.0.layer.task.rope = full \(published: mini_batch\)"),
         (["layer=ttt_mlp", "learner.depth=3"], r"learner.depth = 3 \(published: 2\)"),
         (["layer.output_norm=false"], "layer.norm is needed"),
+        (["model=mamba_backbone", "model.conv_width=3"], r"conv_q.weight \[64, 1, 4\] \(published: \[64, 1, 3\]\)"),
     ],
 )
 def test_models_that_were_never_published_say_why(overrides: list[str], message: str) -> None:
