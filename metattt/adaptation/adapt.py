@@ -203,11 +203,7 @@ def _scored(
 
 
 def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings, console: Console) -> None:
-    """Examines the beginning of the longest document.
-
-    Raises:
-        RuntimeError: a leak.
-    """
+    """Examines the beginning of the longest document."""
     length = AUDITED * adapter.rule.mini_batch_size + 1
     document = max(documents, key=len)[:length]
     # not at the ends: nothing is predicted before the first token, and no mini-batch is learned with the last

@@ -350,11 +350,7 @@ class Adapter:
         return nats, map_tensors(Tensor.detach, after) if self.carries else None, values
 
     def _scored(self, nats: Tensor, state: Adapted, count: int) -> Tensor:
-        """The last `count` entries, NaN where nothing is predicted.
-
-        Raises:
-            NotFinite: a loss that is none.
-        """
+        """The last `count` entries, NaN where nothing is predicted."""
         nats = nats.masked_fill(~self._valid(state), torch.nan)
         if bool((~nats.isfinite() & self._valid(state)).any()):
             raise NotFinite(

@@ -44,9 +44,6 @@ class InPlaceLinear(nn.Module):
         chunk: c (tokens).
         lr: step size.
         project: whether there is a P `[D, D]`, which begins with the identity; else v = conv(t).
-
-    Raises:
-        MetaTTTError: a setting of another type, or a chunk without tokens.
     """
 
     def __init__(self, linear: nn.Linear, chunk: int = 4096, lr: float = 1.0, project: bool = True):

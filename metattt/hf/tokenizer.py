@@ -21,9 +21,6 @@ def to_transformers(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
 
     Args:
         tokenizer: of the model.
-
-    Raises:
-        MissingExtra: Transformers is not installed.
     """
     transformers = need("transformers", extra="hf", what="metattt.hf")
     library = need("tokenizers", extra="hf", what="metattt.hf")

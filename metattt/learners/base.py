@@ -35,9 +35,6 @@ class Learner(Component, ABC):
             the outer loop, even with `learn_init=False`. None: as declared in `weights`.
         step_scale: c, the factors of the fast weights' gradients: `W_t = W_{t−1} − η_t c_W ∇_W ℓ_t`. By name (others
             keep 1), or one number ρ: `ρ^(L−l)` for the weights of layer l of L, which leaves the last layer as it is.
-
-    Raises:
-        MetaTTTError: a switch that is neither True nor False.
     """
 
     #: True if `f` mixes tokens (attention inside `f`): then the layer recomputes open mini-batches

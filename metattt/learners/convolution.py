@@ -31,9 +31,6 @@ class Convolution(Learner):
         activation: as in `MLP`.
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False keeps the random W0 it starts with.
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
     """
 
     residual = True

@@ -41,10 +41,6 @@ class KernelEstimator(NonParametric):
         bias: add a constant to the estimate.
         residual, norm: use `x + LN(f(x))`.
         learn_init: start from one learned data point (k₀, v₀); False starts from no data.
-
-    Raises:
-        MetaTTTError: an unknown kernel, a bandwidth or number of tokens that is not positive, or sinks without a
-            window.
     """
 
     takes_groups = True
@@ -118,11 +114,7 @@ class KernelEstimator(NonParametric):
         return self.finished(y, q), {"k": k, "v": v} | ({} if document is None else {"document": document})
 
     def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
-        """See `NonParametric.read`.
-
-        Raises:
-            MetaTTTError: there is no data.
-        """
+        """See `NonParametric.read`."""
         if not state and not self.learn_init:
             raise MetaTTTError(f"{type(self).__name__} has learned nothing yet: call learn first")
         k, v, q = views[:3]

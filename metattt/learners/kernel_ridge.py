@@ -31,9 +31,6 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         ridge: λ.
         bandwidth: h; None uses √d.
         residual, norm: use `x + LN(f(x))`.
-
-    Raises:
-        MetaTTTError: an unknown kernel, or a ridge or bandwidth that is not positive.
     """
 
     learn_init = False

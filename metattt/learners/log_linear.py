@@ -50,9 +50,6 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
         update: how a token changes the memories.
         chunk: tokens computed together; changes memory and speed, never a result.
         residual, norm: use `x + LN(f(x))`.
-
-    Raises:
-        MetaTTTError: an unknown update or a chunk below 1; at a call, the state of a layer with other levels.
     """
 
     gates = frozenset({"write", "keep", "levels"})

@@ -43,10 +43,6 @@ class MLP(Learner):
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False keeps the random W0 it starts with: all zeros would be a saddle point where no
             gradient flows.
-
-    Raises:
-        MetaTTTError: a depth below 1 (or above `MAX_DEPTH`), an expansion that is not positive, or an unknown
-            activation.
     """
 
     residual = True

@@ -42,9 +42,6 @@ class NestedTTT(ModuleLearner):
             of `TTTLayer`.
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0.
-
-    Raises:
-        MetaTTTError: when the layer is built, for an inner layer that is not causal, or does not fit the width.
     """
 
     residual = True

@@ -50,9 +50,6 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         ridge_floor: the lower bound of Λ.
         chunk: tokens solved together; changes memory and speed, never a result.
         residual, norm: use `x + LN(f(x))`.
-
-    Raises:
-        MetaTTTError: an unknown solver, a number out of bounds, or a ridge that is not above its floor.
     """
 
     gates = frozenset({"write", "keep"})

@@ -19,9 +19,6 @@ class SwiGLU(Learner):
         expansion: hidden width as a multiple of the head width.
         residual, norm: use `x + LN(f(x))`; LaCT uses neither.
         learn_init: train W0. False keeps the random weights it starts with.
-
-    Raises:
-        MetaTTTError: an expansion that is not positive.
     """
 
     expansion: float = setting(default=2.0, above=0, fixed=True)

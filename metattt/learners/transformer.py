@@ -27,9 +27,6 @@ class Transformer(Learner):
         expansion: hidden width of the MLP as a multiple of the head width.
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False keeps the random W0 it starts with.
-
-    Raises:
-        MetaTTTError: heads that do not divide the width, an expansion that is not positive, or labels of another width.
     """
 
     mixes_tokens = True

@@ -24,9 +24,6 @@ class Mixer(SequenceLayer):
         dim: model width D.
         chunk_size: c, tokens that are computed together; it changes no result.
         group_size: chunks that the backward pass recomputes together; None is one, 0 stores everything.
-
-    Raises:
-        MetaTTTError: sizes that are not positive.
     """
 
     causal = True  #: no output depends on a later token

@@ -34,9 +34,6 @@ class Longhorn(ScanBlock):
         conv_width: taps of the convolution (tokens).
         dt_rank: rank of the projection to β; None is ⌈D/16⌉.
         chunk_size, group_size: see `Mixer`.
-
-    Raises:
-        MetaTTTError: sizes that are not positive.
     """
 
     def create_recurrence(self) -> None:

@@ -34,9 +34,6 @@ class Mamba(ScanBlock):
         dt_rank: R, rank of the projection to Δ; None is ⌈D/16⌉.
         dt_min, dt_max: range of the initial Δ.
         chunk_size, group_size: see `Mixer`.
-
-    Raises:
-        MetaTTTError: sizes that are not positive.
     """
 
     dt_min: float = setting(default=0.001, above=0)

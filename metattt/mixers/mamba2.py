@@ -58,9 +58,6 @@ class Mamba2(Mixer):
         conv_width: taps of the convolution (tokens).
         dt_min, dt_max: range of the initial Δ.
         chunk_size, group_size: see `Mixer`.
-
-    Raises:
-        MetaTTTError: sizes that are not positive, or do not divide each other.
     """
 
     num_heads: int = setting()

@@ -170,11 +170,7 @@ class PublishedConfig:
         return {"model_type": "ttt", **dataclasses.asdict(self)}
 
     def jax(self) -> dict[str, Any]:
-        """The keys of the JAX trainer's configuration.
-
-        Raises:
-            MetaTTTError: a gate without shared q and k or the reverse, which the trainer cannot express.
-        """
+        """The keys of the JAX trainer's configuration."""
         if self.use_gate != self.share_qk:
             raise MetaTTTError(
                 f"use_gate={self.use_gate} with share_qk={self.share_qk}: the JAX trainer has both or neither"

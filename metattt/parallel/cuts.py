@@ -13,11 +13,7 @@ TOKENS, CUT = 12, 7
 
 
 def check_divisible(block: nn.Module) -> None:
-    """Refuses a block that processes cannot divide among them.
-
-    Raises:
-        MetaTTTError: its fast weights are learned by the loss of the whole model.
-    """
+    """Refuses a block that processes cannot divide among them."""
     if isinstance(block, EndToEndBlock):
         raise MetaTTTError(f"{ALONE}, which are not divided among processes: set trainer=default or trainer=ddp")
 
@@ -30,9 +26,6 @@ def check_cut(layer: nn.Module, dim: int) -> None:
     Args:
         layer: called as `y, state = layer(x, state, mask=..., reset=...)`.
         dim: D, width of its tokens.
-
-    Raises:
-        MetaTTTError: two calls, the second from the state of the first, answer otherwise than one.
     """
     parameters = list(layer.parameters())
     if any(parameter.is_meta for parameter in parameters):

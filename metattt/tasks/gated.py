@@ -26,9 +26,6 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
         write: the gate w: `none` (1) or `per_channel`, σ(θ x).
         correction: `q − g p` instead of q, with a learned g per head that starts at this value (Comba: 1, or 0.02 for
             small models); null: q.
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
     """
 
     feature_map = "silu"

@@ -31,10 +31,6 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
             heads, but rotates q and k like its attention, which has many.
         silu_v: silu on v.
         qk_norm: see `Reconstruction`.
-
-    Raises:
-        MetaTTTError: a value that is not allowed; when the layer is built, `rope_heads` that leave no pairs of
-            features.
     """
 
     rope = "full"

@@ -24,9 +24,6 @@ class Pairs(Reconstruction, takes=("count", "feature_map", "normalize_qk", "shor
         count: n.
         feature_map, normalize_qk, short_conv: see `Reconstruction`.
         scale: largest step size; 2 allows negative eigenvalues (arXiv 2411.12537).
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
     """
 
     feature_map = "silu"

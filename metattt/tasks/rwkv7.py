@@ -24,9 +24,6 @@ class RWKV7Views(Reconstruction, takes=()):
 
     Args:
         rank: of the projection that a comes from; `head_dim`: the width of a head.
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
     """
 
     rank: int | Literal["head_dim"] = setting(default="head_dim", advice=", or head_dim", fixed=True)

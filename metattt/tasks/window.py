@@ -33,9 +33,6 @@ class WindowViews(Reconstruction, takes=TAKEN):
         degree: of the polynomial features φ: all monomials up to it, weighted such that
             `φ(a)·φ(b) = Σ_{i=1..degree} s_i (a·b)^i`, s_i learned from 1/i! on; 1 leaves k and q as they are.
         feature_map, normalize_qk, loss, huber_delta, short_conv: see `Reconstruction`.
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
     """
 
     together = True

@@ -219,9 +219,6 @@ def _run(
         after, kept: the weights at the end, and at the start of each group.
         cotangents: of the weights at the end and at the start.
         sums: cotangents of scale and shift of each sequence, and of τ of each learner.
-
-    Raises:
-        MemoryError: no memory for what a thread holds.
     """
     given, eta = call.given, call.given.tokens.gates.eta
     batch, heads, length = eta.shape
