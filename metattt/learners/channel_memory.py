@@ -57,7 +57,6 @@ class ChannelMemory(NonParametric, takes=("residual", "norm")):
     """A learner with memories `[d, n]`, whose n channels decay as the rule says (`optimizer.channels`).
 
     Args:
-        residual, norm: use `x + LN(f(x))`.
         chunk: tokens computed together; changes memory and speed, never a result.
     """
 

@@ -39,7 +39,6 @@ class ChebyshevRidge(RecurrentRidge, takes=("chunk", "residual", "norm")):
         iterations: n.
         ridge: λ, relative to the norm of H.
         chunk: tokens solved together; changes memory and speed, never a result.
-        residual, norm: use `x + LN(f(x))`.
     """
 
     gates = frozenset({"write", "keep", "blend"})

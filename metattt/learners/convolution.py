@@ -29,7 +29,6 @@ class Convolution(Learner):
         width: taps (features or tokens).
         channels: channels per feature between the two layers.
         activation: as in `MLP`.
-        residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False keeps the random W0 it starts with.
     """
 

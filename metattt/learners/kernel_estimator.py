@@ -39,7 +39,6 @@ class KernelEstimator(NonParametric):
         sinks: with a window, the first tokens of a document that every query sees beside it (attention sinks, arXiv
             2309.17453).
         bias: add a constant to the estimate.
-        residual, norm: use `x + LN(f(x))`.
         learn_init: start from one learned data point (k₀, v₀); False starts from no data.
     """
 

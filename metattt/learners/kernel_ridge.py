@@ -30,7 +30,6 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         kernel: `linear` κ = q·k, `gaussian` exp(−‖q − k‖² / 2h), or `exponential` exp(q·k / h).
         ridge: λ.
         bandwidth: h; None uses √d.
-        residual, norm: use `x + LN(f(x))`.
     """
 
     learn_init = False

@@ -16,7 +16,6 @@ class Linear(Learner):
 
     Args:
         bias: add b.
-        residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False fixes W0 = 0, as in Theorem 1 and in linear attention.
     """
 

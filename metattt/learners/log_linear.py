@@ -49,7 +49,6 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
     Args:
         update: how a token changes the memories.
         chunk: tokens computed together; changes memory and speed, never a result.
-        residual, norm: use `x + LN(f(x))`.
     """
 
     gates = frozenset({"write", "keep", "levels"})

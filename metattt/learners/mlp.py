@@ -40,7 +40,6 @@ class MLP(Learner):
         activation: one of `ACTIVATIONS`.
         bias: a bias in every map.
         init: of the matrices: `normal` N(0, 0.02²), or `xavier` uniform per head.
-        residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False keeps the random W0 it starts with: all zeros would be a saddle point where no
             gradient flows.
     """

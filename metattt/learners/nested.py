@@ -40,7 +40,6 @@ class NestedTTT(ModuleLearner):
     Args:
         layer: makes the inner layer when called with `dim=` (the head width) and `group_size=`: a `functools.partial`
             of `TTTLayer`.
-        residual, norm: use `x + LN(f(x))`.
         learn_init: train W0.
     """
 

@@ -49,7 +49,6 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         ridge: Λ at the start.
         ridge_floor: the lower bound of Λ.
         chunk: tokens solved together; changes memory and speed, never a result.
-        residual, norm: use `x + LN(f(x))`.
     """
 
     gates = frozenset({"write", "keep"})

@@ -25,7 +25,6 @@ class Transformer(Learner):
     Args:
         num_heads: attention heads inside one learner; they divide the head width.
         expansion: hidden width of the MLP as a multiple of the head width.
-        residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False keeps the random W0 it starts with.
     """
 

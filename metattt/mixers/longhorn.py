@@ -26,23 +26,13 @@ class Longhorn(ScanBlock):
     ```
 
     Decays are in [0, 1] whatever k is. Initial values: D = 1, b_β = 0, the others as in `nn.Linear`.
-
-    Args:
-        dim: model width D.
-        expand: channels of the recurrence over D.
-        d_state: N, width of keys.
-        conv_width: taps of the convolution (tokens).
-        dt_rank: rank of the projection to β; None is ⌈D/16⌉.
-        chunk_size, group_size: see `Mixer`.
     """
+
+    steps = "dt_head"
 
     def create_recurrence(self) -> None:
         self.dt_head = nn.Linear(self.rank, self.width)
         nn.init.zeros_(self.dt_head.bias)
-
-    @property
-    def steps(self) -> nn.Linear:
-        return self.dt_head
 
     def equations(self) -> list[str]:
         return [

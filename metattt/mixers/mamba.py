@@ -27,15 +27,10 @@ class Mamba(ScanBlock):
     `dt_max`, W_Δ uniform in ±R^(−1/2), the others as in `nn.Linear`.
 
     Args:
-        dim: model width D.
-        expand: channels of the recurrence over D.
-        d_state: N, numbers a channel remembers.
-        conv_width: taps of the convolution (tokens).
-        dt_rank: R, rank of the projection to Δ; None is ⌈D/16⌉.
         dt_min, dt_max: range of the initial Δ.
-        chunk_size, group_size: see `Mixer`.
     """
 
+    steps = "dt_proj"
     dt_min: float = setting(default=0.001, above=0)
     dt_max: float = setting(default=0.1, above=0)
 
@@ -46,10 +41,6 @@ class Mamba(ScanBlock):
         with torch.no_grad():
             self.dt_proj.bias.copy_(step_bias(self.width, self.dt_min, self.dt_max))
         self.A_log = nn.Parameter(torch.arange(1.0, self.d_state + 1).log().repeat(self.width, 1))
-
-    @property
-    def steps(self) -> nn.Linear:
-        return self.dt_proj
 
     def equations(self) -> list[str]:
         return [

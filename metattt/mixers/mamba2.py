@@ -57,7 +57,6 @@ class Mamba2(Mixer):
         ngroups: G, heads share B and C in so many groups.
         conv_width: taps of the convolution (tokens).
         dt_min, dt_max: range of the initial Δ.
-        chunk_size, group_size: see `Mixer`.
     """
 
     num_heads: int = setting()

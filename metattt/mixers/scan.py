@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,15 @@ class ScanBlock(Mixer):
 
     Decays and writes are made for one chunk at a time. Nothing is divided by a decay, and no logarithm is taken of one:
     decays of 0 and 1 are exact.
+
+    Args:
+        expand: channels of the recurrence over D.
+        d_state: N, numbers a channel remembers, the width of keys.
+        conv_width: taps of the convolution (tokens).
+        dt_rank: R, rank of the projection to the steps; None is ⌈D/16⌉.
     """
 
+    steps: str  #: name of the linear map from R numbers of a token to its step in every channel, before `positive`
     expand: int = setting(default=2)
     d_state: int = setting(default=16)
     conv_width: int = setting(default=4)
@@ -45,12 +53,7 @@ class ScanBlock(Mixer):
 
     @abstractmethod
     def create_recurrence(self) -> None:
-        """Creates `steps`, and the parameters of the decays."""
-
-    @property
-    @abstractmethod
-    def steps(self) -> nn.Linear:
-        """The map from R numbers of a token to its step in every channel, before `positive`."""
+        """Creates the map `steps`, and the parameters of the decays."""
 
     @staticmethod
     def positive(step: Tensor) -> Tensor:
@@ -77,12 +80,13 @@ class ScanBlock(Mixer):
         v, tail = self.conv1d(v, memory.get("conv"), ctx)
         v = F.silu(v)
         low, k, q = self.x_proj(v).split([self.rank, self.d_state, self.d_state], dim=-1)
-        plain = type(self.steps) is nn.Linear  # whose bias is added in fp32; what stands in its place is called
-        step = F.linear(low, self.steps.weight) if plain else self.steps(low)
+        steps: Any = getattr(self, self.steps)
+        plain = type(steps) is nn.Linear  # whose bias is added in fp32; what stands in its place is called
+        step = F.linear(low, steps.weight) if plain else steps(low)
         accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with exact(x.device.type):
             v, z, k, q, step = (one.to(accum_dtype) for one in (v, z, k, q, step))
-            step = self.positive(step + self.steps.bias.to(accum_dtype) if plain else step)
+            step = self.positive(step + steps.bias.to(accum_dtype) if plain else step)
             if ctx.valid is not None:
                 step = step * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
             h = memory["memory"] if memory else v.new_zeros(len(x), self.width, self.d_state)

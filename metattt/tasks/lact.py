@@ -30,7 +30,6 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
         rope_heads: the number of heads of the rotary encoding, if it differs from the layer's: LaCT's memory has few
             heads, but rotates q and k like its attention, which has many.
         silu_v: silu on v.
-        qk_norm: see `Reconstruction`.
     """
 
     rope = "full"

@@ -22,7 +22,6 @@ class Pairs(Reconstruction, takes=("count", "feature_map", "normalize_qk", "shor
 
     Args:
         count: n.
-        feature_map, normalize_qk, short_conv: see `Reconstruction`.
         scale: largest step size; 2 allows negative eigenvalues (arXiv 2411.12537).
     """
 

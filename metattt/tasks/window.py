@@ -32,7 +32,6 @@ class WindowViews(Reconstruction, takes=TAKEN):
         gate: γ: `none` (1), or `per_head`, σ(θ x + c) of the token that is learned again.
         degree: of the polynomial features φ: all monomials up to it, weighted such that
             `φ(a)·φ(b) = Σ_{i=1..degree} s_i (a·b)^i`, s_i learned from 1/i! on; 1 leaves k and q as they are.
-        feature_map, normalize_qk, loss, huber_delta, short_conv: see `Reconstruction`.
     """
 
     together = True

@@ -37,7 +37,6 @@ class ModuleLearner(Learner):
 
     Args:
         module: copied when the layer is built.
-        residual, norm: use `x + LN(f(x))`.
         learn_init: train W0 in the outer loop.
         mixes_tokens: declare that the module mixes tokens. It then sees the tokens of one mini-batch, `[n, d_in]`, and
             must be causal.
