@@ -304,7 +304,7 @@ class Adapter:
         made: list[Any] = []
         first: list[Tensor] = []
         valid = self._valid(state)
-        complete = self._complete(valid)
+        complete = valid.any(1).tolist()  # all tokens of the mini-batch are there, or no more will come
         for _ in range(self.rule.steps):
             names = list(memory["commit"])
 
@@ -367,10 +367,6 @@ class Adapter:
         stop = state.position + state.waiting
         ends = torch.tensor([stop if end is None else end for end in state.ends], device=place.device)
         return place < ends.unsqueeze(1)
-
-    def _complete(self, valid: Tensor) -> list[bool]:
-        """The documents that learn from the open mini-batch: all its tokens are there, or no more will come."""
-        return [bool(one) for one in valid.any(1).tolist()]
 
     def _begun(self, batch: int) -> Adapted:
         """The state at the start of `batch` documents."""

@@ -97,13 +97,12 @@ def leaks(
 
 def unseen(scores: Sequence[Score]) -> bool:
     """Whether no score has been made with weights that say that they had learned one of its tokens."""
-    for score in scores:
-        columns = [column for column, _ in score.seen]
-        for column, seen in zip(columns, (rows for _, rows in score.seen), strict=True):
-            for document, known in zip(score.documents, seen, strict=True):
-                if dict(known).get(document, 0) > score.start + column:
-                    return False
-    return True
+    return all(
+        dict(known).get(document, 0) <= score.start + column
+        for score in scores
+        for column, rows in score.seen
+        for document, known in zip(score.documents, rows, strict=True)
+    )
 
 
 def repeated(documents: Sequence[Tensor]) -> list[tuple[int, int]]:

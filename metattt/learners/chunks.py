@@ -61,19 +61,9 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
             real = ctx.valid[:, part].sum(1, keepdim=True)
             after = torch.cat([positions, after.unsqueeze(1)], 1).gather(1, real).squeeze(1)
         decay, kept = decays(keep[:, :, part])
-        yield Chunk(
-            k[:, :, part],
-            v[:, :, part],
-            q[:, :, part],
-            gates.write[:, :, part],
-            decay,
-            kept,
-            None if gates.levels is None else gates.levels[:, :, part],
-            None if gates.blend is None else gates.blend[:, :, part],
-            positions,
-            after,
-        )
-
+        given = (k, v, q, gates.write, gates.levels, gates.blend)
+        *views, levels, blend = (None if x is None else x[:, :, part] for x in given)
+        yield Chunk._make([*views, decay, kept, levels, blend, positions, after])
 
 
 def together(parts: Iterator[Chunk], most: int) -> Iterator[list[Chunk]]:

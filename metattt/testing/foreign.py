@@ -32,14 +32,13 @@ class Subject:
         make: makes it; a class or a function without arguments.
         dim: width D of its tokens, `[B, T, D]`.
         period: tokens after which something happens in it (a chunk, a mini-batch); sequences are cut around it.
-        rounds: it computes in float32 whatever it is given, which is then allowed for.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], dim: int, period: int = 4, rounds: bool = False):
+    def __init__(self, make: Callable[[], nn.Module], dim: int, period: int = 4):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.module = make().double().eval()
-        self.dim, self.period, self.rounds = dim, period, rounds
+        self.dim, self.period = dim, period
         self.length = 2 * period + 11
         known = inspect.signature(self.module.forward).parameters
         self.has_state, self.has_mask, self.has_reset = ("state" in known, "mask" in known, "reset" in known)
@@ -185,8 +184,6 @@ def states(subject: Subject) -> float:
 
 def derivatives(subject: Subject) -> float:
     """Gradients equal central differences, along one direction for the tokens and one for every parameter."""
-    if subject.rounds:
-        raise NotApplicable("differences in float32 are rounding")
     x = subject.tokens(subject.period + 5)
     gradients = subject.gradients(x, lambda x: subject(x)[0])
     leaves = [x, *(one for one in subject.module.parameters() if one.requires_grad)]
@@ -251,7 +248,6 @@ def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
     for title, (law, bound) in LAWS.items():
         try:
             error = law(subject)
-            bound = max(bound, SINGLE) if subject.rounds else bound
             yield title, Found(error, bound, "", not error <= bound)
         except NotApplicable as reason:
             yield title, Found(None, bound, f"does not apply: {reason}", False)

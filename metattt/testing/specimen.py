@@ -158,12 +158,12 @@ def run(
     The random numbers that a task draws (corruption) are the same in every run with the same B.
     """
     x = x.detach().clone().requires_grad_(grads)
-    ys = []
+    ys, marks = [], {"mask": mask, "reset": reset}
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grads):
         torch.default_generator.manual_seed(0)
         for start, end in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
-            piece = slice(start, end)
-            y, state = layer(x[:, piece], state, mask=_cut(mask, piece), reset=_cut(reset, piece))
+            flags = {name: given[:, start:end] for name, given in marks.items() if given is not None}
+            y, state = layer(x[:, start:end], state, **flags)
             ys.append(y)
     y = torch.cat(ys, dim=1)
     return Run(y.detach(), cast(State, state), gradients(layer, x, (y * cotangent(y)).sum()) if grads else {})
@@ -179,10 +179,6 @@ def gradients(layer: TTTLayer, x: Tensor, loss: Tensor) -> Tensors:
 def cotangent(y: Tensor) -> Tensor:
     """A fixed weight for every output, so that no gradient cancels by symmetry."""
     return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).cos().view_as(y)
-
-
-def _cut(flags: Tensor | None, piece: slice) -> Tensor | None:
-    return None if flags is None else flags[:, piece]
 
 
 def distance(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:

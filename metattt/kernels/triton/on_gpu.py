@@ -29,6 +29,7 @@ class OnGPU(Operation):
 
     device = "cuda"
     traceable = True
+    tuning: Any  #: the operation's launches
     operands: torch.dtype | None = None  #: of products, whatever the views have; None: what the call says
 
     @abstractmethod
@@ -61,17 +62,28 @@ class OnGPU(Operation):
         """
         return 0
 
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
+        size: int = self.tuning.SEGMENT
+        return size
+
+    def _misfit(self, given: MiniBatches) -> str | None:
+        """Why no launch of the operation takes these gates or widths."""
+        views, gates = given.tokens.views, given.tokens.gates
+        if any(gate is not None for gate in gates[1:]):
+            return "gates other than the step size"
+        if (width := views.k.shape[-1]) not in WIDTHS or views.v.shape[-1] != width:
+            return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
+        return None
+
     # -- whole mini-batches --------------------------------------------------------------------------------------------
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
         width = tokens.views.k.shape[-1]
-        if any(gate is not None for gate in tokens.gates[1:]):
-            return "gates other than the step size"
+        if misfit := self._misfit(given):
+            return misfit
         if given.matmul_dtype not in OPERANDS or tokens.gates.eta.dtype != torch.float32:
             return f"operands of {str(given.matmul_dtype).removeprefix('torch.')}"
-        if width not in WIDTHS or tokens.views.v.shape[-1] != width:
-            return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         if given.size not in SIZES:
             return f"optimizer.mini_batch_size={given.size}, not one of {', '.join(map(str, SIZES))}"
         dtype = self.operands or given.matmul_dtype
@@ -101,16 +113,11 @@ class OnGPU(Operation):
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
-        width = tokens.views.k.shape[-1]
-        if any(gate is not None for gate in tokens.gates[1:]):
-            return "gates other than the step size"
         if any(x.dtype not in OPERANDS for x in (tokens.views.k, tokens.views.v, tokens.views.q)):
             return f"views of {str(tokens.views.k.dtype).removeprefix('torch.')}"
         if any(x.dtype != torch.float32 for x in (tokens.gates.eta, *given.weights.values())):
             return "a state that is not fp32"
-        if width not in WIDTHS or tokens.views.v.shape[-1] != width:
-            return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
-        return None
+        return self._misfit(given)
 
     def one_token(
         self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],

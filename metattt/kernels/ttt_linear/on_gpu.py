@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import MiniBatches
 from metattt.kernels.operator import Pass, Results, rows
 from metattt.kernels.residual import TTTLinearKernel
 from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters
@@ -20,12 +19,10 @@ if TYPE_CHECKING:  # Triton is imported where it is used
 
 class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
     name = "ttt_linear.triton"
+    tuning = tuning
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         return tuning.shared_bytes(width, size, dtype.itemsize)
-
-    def group_size(self, given: MiniBatches, sequences: int) -> int:
-        return tuning.SEGMENT
 
     def results(self, call: Pass) -> Results:
         from metattt.kernels.ttt_linear import forward

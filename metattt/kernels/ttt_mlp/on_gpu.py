@@ -17,6 +17,7 @@ from metattt.kernels.ttt_mlp import tuning
 
 class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
     name = "ttt_mlp.triton"
+    tuning = tuning
     operands = torch.float32
     uses_after = True
 
@@ -28,9 +29,6 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         return tuning.shared_bytes(width, size)
-
-    def group_size(self, given: MiniBatches, sequences: int) -> int:
-        return tuning.SEGMENT
 
     def results(self, call: Pass) -> Results:
         from metattt.kernels.ttt_mlp.forward import slots

@@ -26,24 +26,14 @@ def ttt_mlp(
     norm_scale: Tensor, norm_bias: Tensor, *, tau: Tensor | None = None, mini_batch_size: int = 16,
     initial_state: Weights | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, FinalState | None]:  # fmt: skip
-    """Reads T tokens of B sequences with weights that learn from them.
+    """Reads T tokens of B sequences with weights that learn from them: as `ttt_linear`, whose other arguments it takes
+    (products of fp32 views are three TF32 products of split operands; d is a multiple of 16).
 
     Args:
-        q, k, v: `[B, T, H, d]`, bf16, fp16 or fp32 (the type of the operands of all products; those of fp32 are
-            computed as three TF32 products of split operands); the last stride is 1, others are free.
-        eta: `[B, T, H]`, fp32: step size of each token as a key, all factors included.
         w1, b1, w2, b2: `[H, d, 4d]`, `[H, 4d]`, `[H, 4d, d]`, `[H, d]`: weights with which every sequence starts. Both
             biases may be None.
-        norm_scale, norm_bias: `[H, d]`.
-        tau: `[H or 1, b]`, fp32: token steps, by the place of the reading token in its mini-batch. None: 1.
-        mini_batch_size: b, tokens: 8, 16, 32 or 64.
         initial_state: `(w1, b1, w2, b2)`, each `[N, H, ...]`, with which each of N sequences starts, instead of the
             shared ones.
-        output_final_state: whether to return the `FinalState`, too.
-        cu_seqlens: `[N + 1]`, int: bounds of N documents in one packed row (B = 1), from 0 to T. Each starts anew.
-
-    Raises:
-        MetaTTTError: for shapes, types and sizes that the kernels do not take.
     """
     weights = (w1, b1, w2, b2) if initial_state is None else initial_state
     if len(weights) != 4:
@@ -67,19 +57,8 @@ def ttt_mlp_decode(
     update_w1: Tensor, update_b1: Tensor | None, update_w2: Tensor, update_b2: Tensor | None,
     norm_scale: Tensor, norm_bias: Tensor, *, tau: Tensor, phase: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reads one token of each of B sequences: outputs `[B, H, d]`. The state is changed in place; there are no
-    gradients.
-
-    Args:
-        q, k, v: `[B, H, d]`.
-        eta: `[B, H]`.
-        w1, b1, w2, b2: committed weights, `[B, H, ...]`, fp32 or bf16, contiguous. The last token of a mini-batch adds
-            the update.
-        update_w1, ...: −Σ_s η_s ∇ℓ_s over the tokens of the open mini-batch, of the same shapes and types.
-        norm_scale, norm_bias: `[H, d]`.
-        tau: `[H or 1, b]`, fp32: token steps; gives b.
-        phase: `[B]`, int: place of the token in its mini-batch, 0 to b − 1, for each sequence.
-    """
+    """Reads one token of each of B sequences, as `ttt_linear_decode` does: outputs `[B, H, d]`. The state, of the shapes
+    of `FinalState`, is changed in place; `tau` gives b."""
     weights = {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
     update = {"update_w1": update_w1, "update_b1": update_b1, "update_w2": update_w2, "update_b2": update_b2}
     q, k, v = rows(q), rows(k), rows(v)
