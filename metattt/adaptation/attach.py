@@ -47,7 +47,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         pattern: of the modules' names.
         layer: a layer of `metattt.build`, for attentions: `y = attention(x) + tanh(a) layer(x)` with a = 0 at the
             start; or `in_place`, for linear maps: see `InPlaceLinear`.
-        how: `beside`, or `replace`: the layer in place of the attention.
+        how: `beside`, or for attentions `replace`: the layer in place of them.
         settings: overrides of the layer, as for `metattt.build`; or of `InPlaceLinear`, and `labels`: `hidden`, what
             enters the MLP (the default), or `embeddings`, the model's embeddings of the tokens.
 
@@ -55,7 +55,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         MetaTTTError: no such module, one of another kind, settings that do not fit, or a layer whose outputs depend on
             later tokens.
     """
-    check_choice("how", how, ("beside", "replace"))
+    check_choice("how", how, ("beside",) if layer == IN_PLACE else ("beside", "replace"))
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise MetaTTTError(f"attach takes a causal language model of Transformers, and not a {type(model).__name__}")
     names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]

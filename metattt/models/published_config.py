@@ -128,9 +128,9 @@ class PublishedConfig:
         twin = config.build()
         shapes = {name: list(one.shape) for name, one in twin.named_parameters()}
         differences = _differences(model, twin, "") or [
-            f"{name} {list(one.shape)} (published: {shapes[name]})"
+            f"{name} {list(one.shape)} (published: {shapes.get(name)})"
             for name, one in model.named_parameters()
-            if list(one.shape) != shapes[name]
+            if list(one.shape) != shapes.get(name)
         ]
         if differences:
             once = {re.sub(r"^blocks\.\d+", "", one): one for one in reversed(differences)}  # of many blocks, the first

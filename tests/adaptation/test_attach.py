@@ -318,6 +318,7 @@ def test_mistakes_are_named() -> None:
         (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
         (DOWN, "in_place", {"labels": "tokens"}, "labels=tokens"),
         (DOWN, "in_place", {"chunk": 0}, "chunk=0"),
+        (DOWN, "in_place", {"how": "replace"}, "how=replace"),
         (DOWN, "in_place", {"lr": "a"}, "lr=a"),
         ("model.layers.*.mlp.up_proj", "in_place", {}, "the last of each, which makes the 16 features"),
         ("model.layers.*.self_attn.o_proj", "in_place", {}, "takes linear maps of MLPs"),
