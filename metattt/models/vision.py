@@ -17,6 +17,7 @@ from metattt.memory_limit import check_memory_limit
 from metattt.models.block import check_blocks, check_function
 from metattt.optional import need
 from metattt.registry import register
+from metattt.tasks.reconstruction import Reconstruction
 
 need("timm", extra="images", what="model=vision_transformer")
 from timm.models.vision_transformer import VisionTransformer  # noqa: E402
@@ -127,11 +128,13 @@ class ImageTransformer(VisionTransformer):
         self.__dict__.update(pretrained_cfg=about, default_cfg=about)
 
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        """As timm's; convolutions over the map of tokens take its width."""
+        """As timm's; convolutions and rotations over the map of tokens take its width."""
         super().set_input_size(img_size, patch_size)
         for part in self.modules():
             if isinstance(part, Depthwise):
                 part.columns = self.patch_embed.grid_size[1]
+            elif isinstance(part, Reconstruction):
+                part.rope_columns = self.patch_embed.grid_size[1]
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.pos_embed is None:  # computed, not kept: a buffer would have no values after `to_empty`

@@ -122,9 +122,10 @@ def test_what_timm_does_with_a_model() -> None:
 def test_images_that_are_no_squares() -> None:
     """16 tokens are a square, too, which is not their map."""
     options = {"depth": 1, "img_size": 64, "num_classes": 0}
-    model = timm.create_model("vit_tiny_patch16_vittt", **options)
+    model = timm.create_model("vit_tiny_patch16_vittt", overrides=["task.rope=map"], **options)
     model.set_input_size((32, 128))
-    told = timm.create_model("vit_tiny_patch16_vittt", overrides=["layer.second.learner.columns=8"], **options)
+    widths = ["task.rope=map", "task.rope_columns=8", "layer.second.learner.columns=8"]
+    told = timm.create_model("vit_tiny_patch16_vittt", overrides=widths, **options)
     told.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 32, 128)
     super(ImageTransformer, told).set_input_size((32, 128))
