@@ -19,7 +19,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
-from metattt.kernels.base import Kernel
+from metattt.kernels.base import Kernel, register_kernel
 from metattt.modules import RECORDING
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
@@ -238,11 +238,10 @@ BEHIND: dict[object, Callable[..., Any]] = {}
 
 
 def register_operators(name: str, kernels: Sequence[type[Operation]]) -> None:
-    """Makes the operators of an operation: `metattt::<name>`, `metattt::<name>_backward` and `metattt::<name>_decode`.
-
-    Args:
-        kernels: those of the operation, one for each device.
-    """
+    """Registers the kernels of an operation, one for each device, and makes its operators: `metattt::<name>`,
+    `metattt::<name>_backward` and `metattt::<name>_decode`."""
+    for kernel in kernels:
+        register_kernel(kernel)
     made = {kernel.device: kernel() for kernel in kernels}
     learned = next(iter(made.values())).weights
 

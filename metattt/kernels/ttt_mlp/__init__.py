@@ -1,11 +1,7 @@
 """TTT-MLP: C++ on the CPU, where there is a compiler, and Triton on a GPU."""
 
-from metattt.kernels.base import register_kernel
 from metattt.kernels.operator import register_operators
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 
-KERNELS = NativeTTTMLP, TTTMLPOnGPU
-for kernel in KERNELS:
-    register_kernel(kernel)
-register_operators("ttt_mlp", KERNELS)
+register_operators("ttt_mlp", (NativeTTTMLP, TTTMLPOnGPU))
