@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -188,16 +187,20 @@ def flat(given: MiniBatches) -> list[Tensor]:
 
 def shell(given: MiniBatches) -> MiniBatches:
     """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
-    return filled(given, repeat(torch.empty(0)))
+    nothing = torch.empty(0)
+    tokens = Tokens.from_tensors([None if x is None else nothing for x in given.tokens.tensors])
+    tau = None if given.tau is None else nothing
+    weights, slow = dict.fromkeys(given.weights, nothing), dict.fromkeys(given.slow, nothing)
+    return given._replace(tokens=tokens, weights=weights, slow=slow, tau=tau)
 
 
-def filled(given: MiniBatches, tensors: Iterable[Tensor]) -> MiniBatches:
+def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
     """A `shell` with tensors in the order of `flat`."""
     rest = iter(tensors)
     tokens = given.tokens.map(lambda x: next(rest))
     tau = None if given.tau is None else next(rest)
     slow = {name: next(rest) for name in SLOW} if given.slow else {}
-    return given._replace(tokens=tokens, weights={name: next(rest) for name in given.weights}, slow=slow, tau=tau)
+    return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
 
 
 def empty_like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

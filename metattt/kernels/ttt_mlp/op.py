@@ -57,8 +57,8 @@ def ttt_mlp_decode(
     update_w1: Tensor, update_b1: Tensor | None, update_w2: Tensor, update_b2: Tensor | None,
     norm_scale: Tensor, norm_bias: Tensor, *, tau: Tensor, phase: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reads one token of each of B sequences, as `ttt_linear_decode` does: outputs `[B, H, d]`. The state, of the shapes
-    of `FinalState`, is changed in place; `tau` gives b."""
+    """Reads one token of each of B sequences, as `ttt_linear_decode` does: outputs `[B, H, d]`. The state, whose shapes
+    `FinalState` tells, is changed in place; `tau` gives b."""
     weights = {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
     update = {"update_w1": update_w1, "update_b1": update_b1, "update_w2": update_w2, "update_b2": update_b2}
     q, k, v = rows(q), rows(k), rows(v)
