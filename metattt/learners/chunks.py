@@ -62,8 +62,8 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
             after = torch.cat([positions, after.unsqueeze(1)], 1).gather(1, real).squeeze(1)
         decay, kept = decays(keep[:, :, part])
         given = (k, v, q, gates.write, gates.levels, gates.blend)
-        *views, levels, blend = (None if x is None else x[:, :, part] for x in given)
-        yield Chunk._make([*views, decay, kept, levels, blend, positions, after])
+        *cut, levels, blend = (None if x is None else x[:, :, part] for x in given)
+        yield Chunk._make([*cut, decay, kept, levels, blend, positions, after])
 
 
 def together(parts: Iterator[Chunk], most: int) -> Iterator[list[Chunk]]:
