@@ -132,7 +132,11 @@ class Attached:
 
     def save(self, path: str | Path) -> None:
         """Writes the new parameters to a file of safetensors, with what they belong to and the name of the pretrained
-        model, which is not written."""
+        model, which is not written.
+
+        Raises:
+            MetaTTTError: the file cannot be written.
+        """
         base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
         tensors = {name: one.detach() for name, one in self.named_parameters()}
         file = Path(path).expanduser()

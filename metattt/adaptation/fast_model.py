@@ -117,7 +117,11 @@ class FastModel:
 
     def token_ids(self, ids: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         """The ids of documents, `[B, n]` or B tensors, as `[B, n]` with zeros after the shorter ones, and the length of
-        each."""
+        each.
+
+        Raises:
+            MetaTTTError: something else than token ids of the model's vocabulary.
+        """
         rows = list(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else ids
         if not isinstance(rows, Sequence) or not rows or any(not isinstance(x, Tensor) or x.ndim != 1 for x in rows):
             raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
@@ -216,7 +220,11 @@ class FastModel:
 
 
 def _check_rows(key: str, x: Tensor, count: int) -> None:
-    """Refuses tokens of `count` documents that are not sorted by document."""
+    """Refuses tokens of `count` documents that are not sorted by document.
+
+    Raises:
+        MetaTTTError: they are not.
+    """
     if count not in (1, len(x)):
         raise MetaTTTError(
             f"{key} is applied to {len(x)} rows of {count} documents, as by a mixture of experts: read one document at "
@@ -236,7 +244,11 @@ def _is_batch(given: tuple[Any, ...]) -> bool:
 def _chosen(
     model: nn.Module, fast: str | Sequence[str], frozen_blocks: int, called: set[str], low_rank: bool
 ) -> list[Place]:
-    """The parameters that `fast` names, in every module that holds them."""
+    """The parameters that `fast` names, in every module that holds them.
+
+    Raises:
+        MetaTTTError: as `FastModel`.
+    """
     patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast or ())
     blocks = _blocks(model)
     frozen = tuple(f"{blocks}.{number}." for number in range(frozen_blocks))

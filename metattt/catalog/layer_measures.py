@@ -32,7 +32,11 @@ from metattt.state import WHOLE_CALL
 
 
 def examine(name: str, dim: int, num_heads: int, *overrides: str) -> KnownLayer:
-    """A known layer's parts, and what a few tokens tell about its state and cost."""
+    """A known layer's parts, and what a few tokens tell about its state and cost.
+
+    Raises:
+        MetaTTTError: an unknown name, or widths that the layer refuses.
+    """
     cfg = compose(f"layer={name}", f"dim={dim}", f"num_heads={num_heads}", *overrides, job="build")
     return examined(instantiate_layer(cfg), cfg)
 

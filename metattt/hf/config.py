@@ -71,7 +71,11 @@ class MetaTTTConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: DictConfig, **fields: Any) -> MetaTTTConfig:
-        """From the configuration of a run, or of a model alone (`metattt.load_model` returns either)."""
+        """From the configuration of a run, or of a model alone (`metattt.load_model` returns either).
+
+        Raises:
+            MetaTTTError: a model for images.
+        """
         if "vocab_size" not in config.model:
             raise MetaTTTError("this is a model for images: metattt export takes language models")
         # a model with a pattern of blocks has no layer for all of them

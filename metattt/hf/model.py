@@ -70,6 +70,9 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             model: it stays the same object, with its device and the types of its parameters.
             config: of its run, or of the model alone.
             trust: modules of yours whose classes the configuration names.
+
+        Raises:
+            MetaTTTError: a configuration of another model.
         """
         with torch.device("meta"):
             made = cls(MetaTTTConfig.of(config), trust)
@@ -169,7 +172,11 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             self._generating = before
 
     def _check_adapters(self) -> None:
-        """Refuses an adapter (peft) on a weight that embeds tokens and predicts them: merged, it would change both."""
+        """Refuses an adapter (peft) on a weight that embeds tokens and predicts them: merged, it would change both.
+
+        Raises:
+            MetaTTTError: such an adapter.
+        """
         ends = {"embedding": self.model.embedding, "head": self.model.head}
         weights = [getattr(one, "base_layer", one).weight for one in ends.values()]
         adapters = (name for name, one in ends.items() if hasattr(one, "base_layer"))

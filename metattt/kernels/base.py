@@ -111,6 +111,9 @@ class Kernel(ABC):
         Args:
             update, phase: see `advance`; without a phase the tokens are whole mini-batches.
             native: all tensors must be fp32, and on the CPU.
+
+        Raises:
+            MetaTTTError: shapes, types or devices that do not fit each other.
         """
         tokens, weights, tau = given.tokens, given.weights, given.tau
         if tuple(weights) != self.weights and tuple(weights) != self.weights[::2]:

@@ -96,6 +96,9 @@ class Oja(ChannelMemory):
     flash-linear-attention's `gated_oja_rule`). The errors of a chunk are solved together. The state is S.
 
     Args: see `ChannelMemory`.
+
+    Raises:
+        MetaTTTError: at a call, `optimizer.channels` that are not the width of v, or the state of another layer.
     """
 
     gates = frozenset({"write", "decay"})

@@ -28,6 +28,9 @@ class Depthwise(Learner):
         columns: width of the map (tokens), whose last row may be incomplete; None: it is a square.
         residual, norm: use `x + LN(f(x))`; ViT³ uses neither.
         learn_init: train W0. False keeps the random weights it starts with.
+
+    Raises:
+        MetaTTTError: an even size; from a call, tokens that are no square.
     """
 
     mixes_tokens = True

@@ -32,6 +32,10 @@ class GlobalEstimator(NonParametric, takes=()):
         kernel: `exponential` or `linear`; the latter never makes the N × N matrix.
         normalize: Z is the sum of the kernel's values; False: the number of tokens N.
         bandwidth: h; None takes √d for the exponential and d for the linear kernel.
+
+    Raises:
+        MetaTTTError: a bandwidth that is not positive, or exponential without normalize; at a call with a state or
+            `reset`.
     """
 
     causal = False

@@ -49,6 +49,9 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
     Args:
         update: how a token changes the memories.
         chunk: tokens computed together; changes memory and speed, never a result.
+
+    Raises:
+        MetaTTTError: at a call, the state of a layer with other levels.
     """
 
     gates = frozenset({"write", "keep", "levels"})

@@ -41,6 +41,9 @@ class NestedTTT(ModuleLearner):
         layer: makes the inner layer when called with `dim=` (the head width) and `group_size=`: a `functools.partial`
             of `TTTLayer`.
         learn_init: train W0.
+
+    Raises:
+        MetaTTTError: when the layer is built, for an inner layer that is not causal, or does not fit the width.
     """
 
     residual = True

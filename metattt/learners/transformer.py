@@ -26,6 +26,9 @@ class Transformer(Learner):
         num_heads: attention heads inside one learner; they divide the head width.
         expansion: hidden width of the MLP as a multiple of the head width.
         learn_init: train W0. False keeps the random W0 it starts with.
+
+    Raises:
+        MetaTTTError: heads that do not divide the width, an expansion that is not positive, or labels of another width.
     """
 
     mixes_tokens = True

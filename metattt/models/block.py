@@ -160,7 +160,11 @@ class Backbone(Declared):
             raise MetaTTTError(f"the state is of a model with {count} blocks, this one has {len(self.blocks)}")
 
     def check_causal(self) -> None:
-        """Looks at the layers as they are now: on their device, with their weights, whoever has put them there."""
+        """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.
+
+        Raises:
+            MetaTTTError: a layer that sees the future.
+        """
         causality = Causality()
         for block in self.blocks:
             causality.check(block.layer, self.dim)  # type: ignore[arg-type]
@@ -204,7 +208,11 @@ def pattern_of(layer: object, blocks: object, count: int) -> Sequence[Callable[[
 
 
 def check_function(name: str, function: object) -> None:
-    """Refuses what cannot be called to make something; a module is made already."""
+    """Refuses what cannot be called to make something; a module is made already.
+
+    Raises:
+        MetaTTTError: naming it.
+    """
     if not callable(function) or isinstance(function, nn.Module):
         kind = type(function).__name__
         raise MetaTTTError(f"{name} is a {kind}: it must be a function, such as one that makes a layer")
@@ -217,6 +225,9 @@ def check_blocks(key: str, count: int, numbers: int) -> None:
         key: the override that sets their number.
         count: of the blocks.
         numbers: parameters of one block, at least.
+
+    Raises:
+        MetaTTTError: they take more than the machine's memory, on whatever device their parameters are.
     """
     check_memory_limit(count * numbers, f"a model of {key}={count}", f"lower {key}, dim or the width of the MLPs")
     with torch.device("cpu"):  # what a block takes beside its parameters is there on any device

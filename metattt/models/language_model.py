@@ -68,6 +68,10 @@ class LanguageModel(Backbone):
             `step`, which predict the next token, then refuse.
         checkpoint_blocks: keep only what enters a block, and run it again in the backward pass: less memory, a third
             more time.
+
+    Raises:
+        MetaTTTError: a size that is not positive, a layer that sees the future, or a pattern of more blocks than there
+            are.
     """
 
     vocab_size: int = setting()

@@ -29,6 +29,9 @@ class Regression(Backbone):
         pre_conv: a causal depthwise convolution before the layer.
         conv_width: its taps (tokens).
         norm_eps: epsilon of the RMSNorms.
+
+    Raises:
+        MetaTTTError: a size that is not positive, or a layer that sees the future.
     """
 
     in_features: int = setting()
@@ -52,7 +55,11 @@ class Regression(Backbone):
         return self.step(x)[0]
 
     def step(self, x: Tensor, state: LanguageModelState | None = None) -> tuple[Tensor, LanguageModelState]:
-        """As `forward`, going on from `state` (None: from the beginning), with the state after the last token."""
+        """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
+
+        Raises:
+            MetaTTTError: the state of another model.
+        """
         none = (None,) * len(self.blocks)
         before = LanguageModelState(none, none) if state is None else state
         self.check_blocks_of(len(before.layers))

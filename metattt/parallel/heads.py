@@ -37,6 +37,9 @@ def divide_heads(block: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         block: with a `layer` and a SwiGLU `ffn`; the same in every process.
         mesh: one-dimensional.
+
+    Raises:
+        MetaTTTError: a layer whose heads cannot be divided so.
     """
     columns, rows = ColwiseParallel(), RowwiseParallel()
     plan = {"layer": HeadParallel(), "ffn.gate": columns, "ffn.up": columns, "ffn.down": rows}
@@ -171,7 +174,11 @@ def some_heads(layer: TTTLayer, size: int) -> TTTLayer:
 
 
 def check_heads(layer: TTTLayer, part: TTTLayer, axes: Mapping[str, int | None], mesh: DeviceMesh) -> None:
-    """Refuses a layer whose heads answer otherwise without the others."""
+    """Refuses a layer whose heads answer otherwise without the others.
+
+    Raises:
+        MetaTTTError: this process's heads do.
+    """
     if any(parameter.is_meta for parameter in layer.parameters()):
         return
     rank, size = mesh.get_local_rank(), mesh.size()

@@ -94,7 +94,11 @@ class Line:
 
     def own(self, x: Tensor) -> Tensor:
         """The part in time of `x` `[B, T, ...]` that this process reads: T / R tokens, one more where it does not
-        divide."""
+        divide.
+
+        Raises:
+            MetaTTTError: fewer tokens than processes.
+        """
         if x.shape[1] < self.size:
             raise MetaTTTError(
                 f"{x.shape[1]} tokens cannot be divided among trainer.time_ranks={self.size} processes: "
@@ -114,6 +118,9 @@ class Line:
         Args:
             key: of the frames that are likely to be alike, e.g. the number of a block.
             state: tensors in tuples, lists and dictionaries, with plain values.
+
+        Raises:
+            MetaTTTError: a state that keeps tensors elsewhere.
         """
         frame, slots, tensors = frame_of(state)
         dumped, to = dump(frame), self.ranks[self.rank + 1]
@@ -230,7 +237,11 @@ class _Pickler(pickle.Pickler):
 
 
 def dump(frame: Any) -> bytes:
-    """A frame as bytes."""
+    """A frame as bytes.
+
+    Raises:
+        MetaTTTError: a state that keeps tensors elsewhere than in tuples, lists and dictionaries.
+    """
     stream = io.BytesIO()
     try:
         _Pickler(stream).dump(frame)

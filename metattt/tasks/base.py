@@ -77,7 +77,11 @@ class Task(Component, ABC):
         start."""
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The projections of `x` `[B, T, D]` that two layers share (`metattt.combined.Combined`)."""
+        """The projections of `x` `[B, T, D]` that two layers share (`metattt.combined.Combined`).
+
+        Raises:
+            MetaTTTError: the task does not separate projections from views.
+        """
         raise MetaTTTError(
             f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false"
         )

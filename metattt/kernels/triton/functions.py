@@ -29,6 +29,9 @@ def over_sequences(
     Args:
         carried: every sequence has weights of its own, `[N, H, ...]` in place of `[H, ...]`.
         widths: of heads, that the operation takes.
+
+    Raises:
+        MetaTTTError: a shape, type or stride that the kernels do not take.
     """
     name = _name(kernel)
     _check_views(name, q, k, v, eta, 4, widths)
@@ -66,7 +69,11 @@ def decode(
     kernel: OnGPU, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Weights, update: Weights,
     norm: tuple[Tensor, Tensor], tau: Tensor | None, phase: Tensor, size: int, widths: Collection[int],
 ) -> Tensor:  # fmt: skip
-    """Outputs `[B, H, d]` of one token of every sequence; weights and M `[B, H, ...]` are changed in place."""
+    """Outputs `[B, H, d]` of one token of every sequence; weights and M `[B, H, ...]` are changed in place.
+
+    Raises:
+        MetaTTTError: a shape or stride that the kernel does not take.
+    """
     name = f"{_name(kernel)}_decode"
     _check_views(name, q, k, v, eta, 3, widths)
     if phase.shape != q.shape[:1] or phase.is_floating_point():
