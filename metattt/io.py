@@ -170,11 +170,7 @@ def replaced(file: Path) -> Iterator[Path]:
 
 
 def write_whole(file: Path, content: bytes | memoryview) -> None:
-    """Writes a file as `replaced` does.
-
-    Raises:
-        OSError: as `replaced`.
-    """
+    """Writes a file as `replaced` does."""
     with replaced(file) as part:
         part.write_bytes(content)
 

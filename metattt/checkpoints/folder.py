@@ -194,11 +194,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tokenizer(folder: Path) -> str | None:
-    """The text of the tokenizer.json in a folder; None if there is none.
-
-    Raises:
-        MetaTTTError: it cannot be read.
-    """
+    """The text of the tokenizer.json in a folder; None if there is none."""
     file = folder / TOKENIZER
     return read_text(inside(folder, TOKENIZER)) if file.exists() or file.is_symlink() else None
 

@@ -194,11 +194,7 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
 
 
 def modules(given: Any) -> tuple[str, ...]:
-    """The modules that `trust=` names: none, one, or a list.
-
-    Raises:
-        MetaTTTError: what is no dotted name.
-    """
+    """The modules that `trust=` names: none, one, or a list."""
     names = [] if given is None else [given] if isinstance(given, str) else list(given)
     if not all(isinstance(name, str) and re.fullmatch(r"\w+(\.\w+)*", name) for name in names):
         raise MetaTTTError(f"trust={given} is not allowed: give the module of your class, trust=my_package.my_module")

@@ -60,11 +60,7 @@ def take_apart(node: Any, tensors: dict[str, Tensor], path: str = "", seen: dict
 
 
 def put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `take_apart` took apart. Tensors that are not given are left out with their keys.
-
-    Raises:
-        MetaTTTError: a mark that is none of ours.
-    """
+    """What `take_apart` took apart. Tensors that are not given are left out with their keys."""
     if isinstance(node, list):
         return [put_together(one, tensors) for one in node if not _absent(one, tensors)]
     if not isinstance(node, dict):
@@ -110,9 +106,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") ->
         file: its path.
         tensors: by name, on any device; none shares its memory with another.
         about: a text that says what the tensors are.
-
-    Raises:
-        OSError, SafetensorError: it cannot be written.
     """
     kept = {name: alone(tensor) for name, tensor in tensors.items()}
     save(file, kept, {CHECKSUM: checksum(kept, about)} | ({ABOUT: about} if about else {}))

@@ -44,9 +44,6 @@ class DigitsData(Images, takes=("img_size", "batch_size", "validation_fraction",
         test_fraction: share of the images kept for the split `test`, which neither training nor validation reads:
             settings are chosen on the validation images and reported on these. The validation images are the same
             without it. 0: no such split.
-
-    Raises:
-        MetaTTTError: a size that is not allowed.
     """
 
     in_chans = 1
@@ -107,11 +104,7 @@ class DigitsData(Images, takes=("img_size", "batch_size", "validation_fraction",
         return self._in_order("validation")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The digits that are kept from training and validation, in order.
-
-        Raises:
-            MetaTTTError: without a `test_fraction`.
-        """
+        """The digits that are kept from training and validation, in order."""
         if not self.test_fraction:
             raise MetaTTTError("there are no test images: set data.test_fraction=0.2, before training, to keep some")
         return self._in_order("test")

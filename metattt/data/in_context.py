@@ -35,9 +35,6 @@ class InContextData(SequenceData, takes=("function", "features", "examples", *OF
         hidden: units of the networks (`network`).
         noise: standard deviation of what is added to y.
         batch_size, validation_size, seed, num_workers: see `SequenceData`.
-
-    Raises:
-        MetaTTTError: a size that is not allowed.
     """
 
     function: Literal["linear", "sparse", "network"] = setting(default="linear")

@@ -287,9 +287,6 @@ def _split(rows: Rows, chosen: PrepareSettings) -> Iterator[tuple[bool, bytes, i
 def _write(folder: Path, sources: Sequence[Rows], chosen: PrepareSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokens of all documents, those to train on first; their counts, and the checksums of the files. What is in
     `validation_source` is left out of the training text.
-
-    Raises:
-        MetaTTTError: no document is in a split.
     """
     splits, hasher, starts = {}, xxhash.xxh3_128(), array("q")
     size, place = dtype_of(tokenizer.vocab_size).itemsize, 0

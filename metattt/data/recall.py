@@ -26,9 +26,6 @@ class RecallData(SequenceData, takes=("pairs", "length", "vocab_size", *OF_SEQUE
             sum of all values of a key cannot tell which was last; a delta rule can.)
         gap_power: a.
         batch_size, validation_size, seed, num_workers: see `SequenceData`.
-
-    Raises:
-        MetaTTTError: a size that is not allowed, more pairs than the vocabulary or the sequence has room for.
     """
 
     pairs: int = setting(default=8, most=2**20)

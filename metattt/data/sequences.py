@@ -49,9 +49,6 @@ class SequenceData(Data, takes=OF_SEQUENCES):
         length: T, tokens of a sequence.
         inputs: features of a token that is a vector; None: tokens are ids.
         vocab_size: number of different ids; None: tokens are vectors.
-
-    Raises:
-        MetaTTTError: a size that is not allowed.
     """
 
     scored_by = "metattt.evaluation.sequences"
@@ -92,9 +89,6 @@ class SequenceData(Data, takes=OF_SEQUENCES):
 
     def loader(self, part: Part) -> DataLoader[Batch]:
         """The validation or test sequences in order, once: as many batches in every process, which wait for each other.
-
-        Raises:
-            MetaTTTError: more processes than sequences.
         """
         number, (rank, processes, *_) = self.validation_size, self.place
         if number < processes:

@@ -268,11 +268,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
         return self._sample
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Windows for the whole run, from those at `place.done` on.
-
-        Raises:
-            MetaTTTError: a run without a number of steps.
-        """
+        """Windows for the whole run, from those at `place.done` on."""
         self.setup()
         if self.place.total is None:
             raise MetaTTTError("a stream has no end: give the number of steps, trainer.max_steps=<steps>")

@@ -112,11 +112,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         return documents
 
     def split(self, name: Split) -> list[bytes]:
-        """The texts of one split: `train`, `validation`, `test` or `all`.
-
-        Raises:
-            MetaTTTError: `test` without a `test_fraction`, or too few documents for all three.
-        """
+        """The texts of one split: `train`, `validation`, `test` or `all`."""
         documents = self.documents
         if name == "all":
             return [document.text for document in (*documents, *self._held_out)]
@@ -148,11 +144,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         return [document.text for document in chosen]
 
     def windows(self, name: Split) -> np.ndarray:
-        """The windows of one split, `[N, T + 1]`, one after the other and without overlap.
-
-        Raises:
-            MetaTTTError: if the split is shorter than one window.
-        """
+        """The windows of one split, `[N, T + 1]`, one after the other and without overlap."""
         if name not in self._windows:
             stream = self._stream(name)
             self.check_length(name, len(stream), "give more text")

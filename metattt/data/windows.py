@@ -129,9 +129,6 @@ class WindowData(Data, takes=("context_length", "batch_size", "seed", "num_worke
         seed: of the order of the windows.
         num_workers: processes that make batches; 0 makes them in the training process.
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
-
-    Raises:
-        MetaTTTError: a size that is not allowed.
     """
 
     trained_by = "metattt.training.text_module:TextJob"

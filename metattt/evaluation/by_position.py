@@ -128,9 +128,6 @@ def bin_edges(length: int, bins: str, count: int) -> list[int]:
         bins: `log` (each bin longer than the last by a constant factor), `fixed` (all of the same length) or `none`
             (one per position).
         count: bins at most; less where they would be shorter than a token. `none` ignores it.
-
-    Raises:
-        MetaTTTError: an unknown kind, or no bin.
     """
     check_choice("bins", bins, BINS)
     check_integer("num_bins", count)

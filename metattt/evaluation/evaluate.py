@@ -140,11 +140,7 @@ def data_of(model: Trained) -> dict[str, Any]:
 
 
 def checkpoints(given: Any) -> list[Path]:
-    """The checkpoint files that `checkpoint=` names: one, or a list.
-
-    Raises:
-        MetaTTTError: as `find_checkpoint`; what is neither a path nor a list of paths.
-    """
+    """The checkpoint files that `checkpoint=` names: one, or a list."""
     paths = [given] if isinstance(given, str) else given
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
         raise MetaTTTError(
@@ -154,11 +150,7 @@ def checkpoints(given: Any) -> list[Path]:
 
 
 def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
-    """A name for every checkpoint: the given ones, or those of the run's folders (numbered where they are the same).
-
-    Raises:
-        MetaTTTError: not one label for each checkpoint, or the same label twice.
-    """
+    """A name for every checkpoint: the given ones, or those of the run's folders (numbered where they are the same)."""
     if given is not None:
         if len(given) != len(files) or len(set(given)) != len(given):
             raise MetaTTTError(

@@ -72,11 +72,7 @@ class MetaTTTLM(HFLM):
         cls, checkpoint: Path | str, device: torch.device, tokenizer: str | None = None, batch_size: int = 16,
         segment: int = 2048, trust: Sequence[str] = (),
     ) -> MetaTTTLM:  # fmt: skip
-        """The model of a checkpoint; `tokenizer` is what the user says in place of the model's own.
-
-        Raises:
-            MetaTTTError: it cannot be used.
-        """
+        """The model of a checkpoint; `tokenizer` is what the user says in place of the model's own."""
         about = open_trained(checkpoint, trust=trust)
         if "vocab_size" not in about.config.model:
             raise MetaTTTError(f"{checkpoint} is a model for images: tasks are for language models")

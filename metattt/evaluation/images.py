@@ -134,9 +134,6 @@ def score(model: Any, loader: DataLoader[Any], inner: int = 0) -> ImageScores:
         model: the vision transformer, in evaluation mode.
         loader: batches of images and labels.
         inner: of the first so many images also the losses of the inner loops; 0 for none.
-
-    Raises:
-        MetaTTTError: labels that are no classes of the model, predictions that are not finite, no images.
     """
     device = next(model.parameters()).device
     nats = first = among = count = 0.0

@@ -29,9 +29,6 @@ class Report:
     Attributes:
         written: the files, in their order.
         missing: why a picture was not written; None if none is missing.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, name: str):

@@ -80,9 +80,6 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
         model: a language model or a `Regression`, in evaluation mode.
         data: its sequences.
         part: the split.
-
-    Raises:
-        MetaTTTError: answers that are not finite.
     """
     device = next(model.parameters()).device
     losses, hits, numbers, count = [], [], [], 0

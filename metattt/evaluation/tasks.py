@@ -76,9 +76,6 @@ def find_tasks(names: Sequence[str], path: str | None = None) -> TaskManager:
     Args:
         names: of tasks, groups or tags; all must be there.
         path: a folder with task files; their Python functions are run.
-
-    Raises:
-        MetaTTTError: a folder or a name that is not there.
     """
     folder = None if path is None else str(Path(path).expanduser())
     if folder is not None:

@@ -240,11 +240,7 @@ def _runs_ahead(device: torch.device) -> bool:
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Refuses settings of `sample` that are not allowed.
-
-    Raises:
-        MetaTTTError: one of them.
-    """
+    """Refuses settings of `sample` that are not allowed."""
     check_number("temperature", temperature, least=0, advice=" (0 takes the most probable token)")
     if top_k is not None:
         check_integer("top_k", top_k, advice=", or null")

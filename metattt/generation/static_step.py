@@ -181,11 +181,7 @@ def _no_reading_back() -> Iterator[None]:
 
 
 def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[LanguageModelState, Tensor]:
-    """A copy of a state whose structure no step changes, and the token `[B]` to step with.
-
-    Raises:
-        NotStatic: there is none.
-    """
+    """A copy of a state whose structure no step changes, and the token `[B]` to step with."""
     apart = _apart(state)
     token = torch.zeros(count_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
     # also compiles what is compiled

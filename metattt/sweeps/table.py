@@ -67,11 +67,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """The run in a folder, and what is known of it.
-
-    Raises:
-        MetaTTTError: a file of a sweep that is damaged.
-    """
+    """The run in a folder, and what is known of it."""
     cell = read_cell(folder)
     pairs = [one.partition("=") for one in cell.swept] if cell else []
     swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
@@ -105,9 +101,6 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         sort: column; None chooses one.
         descending: the largest first; None chooses by the column.
         output_dir: for the files; None is the folder.
-
-    Raises:
-        MetaTTTError: no runs, or no such column.
     """
     found = list(collect(folder, DEPTH))
     if not found:
@@ -159,11 +152,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
 
 
 def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Iterator[Run]:
-    """The runs below a folder.
-
-    Raises:
-        MetaTTTError: a file of a sweep that is damaged.
-    """
+    """The runs below a folder."""
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue

@@ -57,11 +57,7 @@ def plan_batches(
 
 
 def batch_share(trainer: Trainer) -> tuple[int, int]:
-    """This process's place among those that read different windows, and their number.
-
-    Raises:
-        MetaTTTError: as `shares`.
-    """
+    """This process's place among those that read different windows, and their number."""
     found = {name: getattr(trainer.strategy, name, 1) for name in ("time_ranks", "tensor_ranks")}
     count = shares(trainer.world_size, **found)
     return trainer.global_rank * count // trainer.world_size, count
@@ -74,9 +70,6 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
         world_size: number of processes.
         time_ranks: processes that read one window, each a part of its time.
         tensor_ranks: processes that read the same tokens, each with some of the heads.
-
-    Raises:
-        MetaTTTError: processes that cannot be divided so.
     """
     together = time_ranks * tensor_ranks
     if world_size % together:

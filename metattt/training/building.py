@@ -67,11 +67,7 @@ class Builder:
             seen.remove()
 
     def finish(self, model: LanguageModel) -> None:
-        """The steps after the random parameters: loading weights of another run, and compilation.
-
-        Raises:
-            MetaTTTError: weights that do not fit.
-        """
+        """The steps after the random parameters: loading weights of another run, and compilation."""
         if self.weights is not None:
             complaint = f"init_from={self.weights} does not fit this model"
             fill(model, read_weights(self.weights, modules(self.cfg.trust)), complaint)

@@ -50,11 +50,7 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Adds a row.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Adds a row."""
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         row = {STEP: str(step), **{name: str(value) for name, value in plain.items()}}
         if not set(row) <= set(self.columns):
@@ -65,11 +61,7 @@ class CSVLog(Logger):
         self._file.flush()
 
     def sync(self) -> None:
-        """Writes all rows to the disk, before a checkpoint is written.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Writes all rows to the disk, before a checkpoint is written."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 

@@ -38,9 +38,6 @@ class Divergence(Callback):
             moments do not change, and the run continues with the next batch. If the weights are not finite already, the
             run stops.
         max_skipped: of the last 100 steps; with more it stops.
-
-    Raises:
-        MetaTTTError: a value that is not allowed; in training, the run stops.
     """
 
     def __init__(self, on_divergence: Literal["stop", "skip"] = "stop", max_skipped: int = 10):

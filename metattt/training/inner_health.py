@@ -34,9 +34,6 @@ class InnerHealth(WithSettings, Callback):
     Args:
         every: validations between two checks; 0: no checks.
         windows: of the first validation batch (or images).
-
-    Raises:
-        MetaTTTError: a number that is not allowed.
     """
 
     _group = "callbacks.inner_health"

@@ -155,9 +155,6 @@ class Job:
     Args:
         cfg: the configuration of the run.
         data: its data; read, and checked against the model.
-
-    Raises:
-        MetaTTTError: as `check`.
     """
 
     kind = "data"  #: first word of the header

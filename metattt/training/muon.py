@@ -38,9 +38,6 @@ class Muon(AdamW):
         warmup_fraction: share of the steps with a rising learning rate.
         min_lr: learning rate where the schedule ends, one step after the last.
         chunk, truncate: as in `AdamW`.
-
-    Raises:
-        MetaTTTError: a value that is not allowed; from `optimizer`, a model that is divided among processes.
     """
 
     lr = 1.6e-2

@@ -35,9 +35,6 @@ class AdamW(Declared):
         truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
             (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
             whole window. None: all chunks, the exact gradient.
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
     """
 
     _group = "training"
@@ -112,9 +109,6 @@ class TimmRecipe(Declared):
         weight_decay: of kernels. Biases, norms, gates and position tables do not decay.
         warmup_steps: steps with a rising learning rate; then it falls to zero along a cosine.
         mixup: α of mixup; 0 is none.
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
     """
 
     _group = "training"

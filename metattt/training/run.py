@@ -192,9 +192,6 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
 def make_room(folder: Path, overwrite: bool) -> None:
     """Raises an error for a folder with a run in it, unless `overwrite`, or with other files that a run would write
     over.
-
-    Raises:
-        MetaTTTError: such a folder; a foreign file in the place of a run's file.
     """
     foreign = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
     for name, ours in ((LOG, _is_log), (CONFIGURATION, _is_configuration)):
@@ -223,11 +220,7 @@ def check_logs(cfg: DictConfig, folder: Path, overwrite: bool) -> None:
 
 
 def remove_run(folder: Path) -> None:
-    """Removes a run: its checkpoints, log and configuration, and nothing else.
-
-    Raises:
-        OSError: a file that cannot be removed.
-    """
+    """Removes a run: its checkpoints, log and configuration, and nothing else."""
     rolling.remove_newer(folder, -1)
     remove_leftovers(folder)
     events = (folder / "tensorboard").glob("events.out.tfevents.*")  # TensorBoard would join them with the next run's

@@ -74,9 +74,6 @@ class FullyShardedData(ModelParallelStrategy):
         tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
             same windows. Must divide the number of processes.
         timeout_minutes: that a process waits for another that hangs, before the run ends.
-
-    Raises:
-        MetaTTTError: a number below 1.
     """
 
     def __init__(self, tensor_ranks: int = 1, timeout_minutes: float = 30.0) -> None:

@@ -60,9 +60,6 @@ class OverTime(ParallelStrategy):
         Args:
             context_length: tokens per window.
             batch_size: windows per batch of the processes that read the same ones.
-
-        Raises:
-            MetaTTTError: fewer tokens than processes, or fewer windows than parts in flight.
         """
         if context_length < self.time_ranks:
             raise MetaTTTError(
@@ -127,9 +124,6 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
         time_ranks: processes that read one sequence; must divide their number.
         in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
         timeout_minutes: that a process waits for another that hangs, before the run ends.
-
-    Raises:
-        MetaTTTError: a number below 1.
     """
 
     def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
@@ -147,9 +141,6 @@ class ShardedOverData(OverTime, FullyShardedData):
     Args:
         time_ranks, in_flight: as of `ReplicatedOverTime`.
         tensor_ranks, timeout_minutes: as of `FullyShardedData`.
-
-    Raises:
-        MetaTTTError: a number below 1.
     """
 
     def __init__(
