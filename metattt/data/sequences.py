@@ -21,7 +21,6 @@ SHARES = 8  # the validation and the test split have one of so many parts of all
 MOST_TRIES = 1000  # draws until one lies in a split
 MOST_KEPT = 2**28  # bytes of held-out sequences in memory
 NO_LABEL = -1  # of a token that nothing is asked at; of numbers it is NaN
-GIVEN, ASKED = 1, -1  # the last number of a token that is given or asked for, where a sequence has both
 Batch = tuple[Tensor, Tensor]
 OF_SEQUENCES = ("batch_size", "validation_size", "seed", "num_workers")
 """Settings of every kind of sequence, in the order of its constructor."""
@@ -43,7 +42,7 @@ class SequenceData(Data, takes=OF_SEQUENCES):
         batch_size: sequences per batch, over all processes; in a run, each process takes its share.
         validation_size: sequences to validate on, and as many to test on.
         seed: of the training sequences.
-        num_workers: processes that make batches; 0 makes them in the training process.
+        num_workers: see `Data`.
 
     Attributes:
         length: T, tokens of a sequence.

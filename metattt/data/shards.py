@@ -73,12 +73,8 @@ class ShardData(WindowData):
 
     Args:
         path: a folder that `metattt prepare` has written.
-        context_length: T, tokens that the model reads (a window has one more: the last label).
-        batch_size: windows per batch in each process, at most.
         validation_max_tokens: validate on at most this many tokens, evenly spread. None: on all.
-        seed: of the order of the windows.
-        num_workers: processes that make batches; 0 makes them in the training process.
-        document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
+        context_length, batch_size, seed, num_workers, document_reset: see `WindowData`.
         verify: compare the files with their checksums when a run begins, which takes as long as reading them. False:
             their sizes alone.
 

@@ -170,11 +170,9 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
         validation_max_tokens: validate on at most this many tokens, the first.
         text_key: column that holds the text.
         tokenizer: bytes, a tokenizer.json, or a name on the Hugging Face Hub.
-        context_length: T, tokens that the model reads (a window has one more: the last label).
-        batch_size: windows per batch in each process, at most.
         shuffle: windows that are shuffled together, and kept in memory; 1 keeps the order of the stream.
         seed: of their order.
-        document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
+        context_length, batch_size, document_reset: see `WindowData`.
 
     Raises:
         MetaTTTError: a size that is not allowed; from `setup`: a stream that cannot be opened, or too little text to

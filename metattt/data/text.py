@@ -25,8 +25,6 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         path: a file, a folder (searched recursively) or a list of these: txt, md, py, jsonl, parquet. None: the sources
             of Python's standard library, without its tests.
         validation_path: files to validate on, and not to train on, as `path`. None: a share of `path`.
-        context_length: T, tokens that the model reads (a window has one more: the last label).
-        batch_size: windows per batch.
         validation_fraction: share of the documents held out, chosen by a hash of their names. If there is only one
             document, its end is held out. With `validation_path` none are.
         validation_max_bytes: validate (and test) on at most this much text, evenly spread over the held-out documents.
@@ -34,8 +32,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         max_bytes: use at most this much training text, a random choice of documents. None: all.
         text_key: key (jsonl) or column (parquet) that holds the text.
         seed: of the split and of the order of the windows.
-        num_workers: processes that make batches; 0 makes them in the training process.
-        document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
+        context_length, batch_size, num_workers, document_reset: see `WindowData`.
         test_fraction: share of the documents of `path` kept for the split `test`, which neither training nor
             validation reads: settings are chosen on the validation text and reported on this one. The validation text
             is the same without it. Of one document, it is the part before the validation text. Documents whose text

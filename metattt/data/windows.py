@@ -126,8 +126,7 @@ class WindowData(Data, takes=("context_length", "batch_size", "seed", "num_worke
     Args:
         context_length: T, tokens that the model reads (a window has one more: the last label).
         batch_size: windows per batch in each process.
-        seed: of the order of the windows.
-        num_workers: processes that make batches; 0 makes them in the training process.
+        seed, num_workers: see `Data`.
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
     """
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from metattt.checkpoints.trained import load_model, open_trained
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
-from metattt.errors import MetaTTTError, NotFinite, check_integer
+from metattt.errors import MetaTTTError, check_integer
+from metattt.evaluation.output import finite
 from metattt.models.language_model import LanguageModel
 from metattt.optional import need
 
@@ -98,14 +99,8 @@ class MetaTTTLM(HFLM):
         """Logits `[B, T, V]` of texts `[B, T]`, filled up at the end, which no token before it sees."""
         cache = MetaTTTCache()
         with torch.no_grad():
-            logits = torch.cat(
-                [self.model(part, past_key_values=cache).logits for part in inps.split(self.segment, 1)], 1
-            )
-        if not bool(logits.isfinite().all()):
-            raise NotFinite(
-                "the model's predictions are not finite: its weights have diverged; take an earlier checkpoint"
-            )
-        return logits
+            parts = [self.model(part, past_key_values=cache).logits for part in inps.split(self.segment, 1)]
+        return finite(torch.cat(parts, 1))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         return super()._model_generate(context, max_length, [text for text in stop if text], **options)

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.files import home
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.trained import Trained, read_checkpoint
-from metattt.data.images import NO_LABEL, Images
+from metattt.data.images import Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of
 from metattt.evaluation.output import check_same, finite, table, tracked
 from metattt.measures.inner_steps import inner_losses_by_layer
+from metattt.measures.labelled import check_classes, classified
 from metattt.registry import PARAMETERS
 
-FIRST = 5  # classes among which the right one counts for top-5
 OF_LOADING = ("batch_size", "num_workers", "seed", "min_area", "flip", "augment", "corrupt", "img_size", "in_chans")
 """Fields of the data that do not choose the validation images."""
 CHANGES = ("path", "batch_size", "dataset", "validation_path", "validation_split")  # that the command line may make
@@ -136,23 +135,18 @@ def score(model: Any, loader: DataLoader[Any], inner: int = 0) -> ImageScores:
         inner: of the first so many images also the losses of the inner loops; 0 for none.
     """
     device = next(model.parameters()).device
-    nats = first = among = count = 0.0
+    sums = torch.zeros(4, dtype=torch.double)
     curves: dict[int, list[float]] = {}
     for images, labels in tracked(loader, "images"):
         images, labels = images.to(device), labels.to(device)
-        if (wrong := labels[(labels < NO_LABEL) | (labels >= model.num_classes)]).numel():
-            raise MetaTTTError(f"an image has the label {wrong[0]}, and the model has {model.num_classes} classes")
-        logits = finite(model(images).float())
-        found = logits.topk(min(FIRST, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
-        nats += F.cross_entropy(logits, labels, reduction="sum", ignore_index=NO_LABEL).item()
-        first += found[:, 0].sum().item()
-        among += found.sum().item()
-        if inner and not count:
+        check_classes(labels, model.num_classes)
+        if inner and not sums[-1]:
             curves = {number: loss.tolist() for number, loss in inner_losses_by_layer(model, images[:inner]).items()}
-        count += (labels != NO_LABEL).sum().item()
-    if not count:
+        sums += torch.stack([one.double().cpu() for one in classified(finite(model(images).float()), labels)])
+    if not sums[-1]:
         raise MetaTTTError("there are no images to evaluate on")
-    return ImageScores(int(count), nats / count, first / count, among / count, curves)
+    loss, top1, top5, _ = (sums / sums[-1]).tolist()
+    return ImageScores(int(sums[-1]), loss, top1, top5, curves)
 
 
 def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> None:

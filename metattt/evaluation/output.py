@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.io import path_of
 from metattt.optional import absence
 
@@ -134,7 +134,7 @@ def tracked(batches: Iterable[T], what: str) -> Iterable[T]:
 def finite(predictions: Tensor) -> Tensor:
     """The predictions of a model; those that are not finite raise an error."""
     if not predictions.isfinite().all():
-        raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
+        raise NotFinite("the model's predictions are not finite: its run diverged, or it is damaged")
     return predictions
 
 

@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
-from metattt.data.tokenizers import tokenizer_of
+from metattt.data.tokenizers import Tokenizer, tokenizer_of
 from metattt.errors import MetaTTTError, NotFinite, check_integer
 from metattt.generation.sampling import generate as sample_tokens
-from metattt.generation.text import Continuation, TextTokenizer, check_text, ends, generate_text
+from metattt.generation.text import Continuation, check_text, ends, generate_text
 from metattt.io import parse, path_of, read_text
 from metattt.models.language_model import LanguageModel
 
@@ -60,6 +60,8 @@ def generate(cfg: DictConfig) -> None:
     found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"), trust)
     if "vocab_size" not in found.config.model:
         raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt generate takes language models")
+    if chosen.output is not None and chosen.prompts is None:
+        raise MetaTTTError("output= takes the answers to prompts=<a file>: give that, or redirect standard output")
     prompts = None if chosen.prompts is None else read_prompts(chosen)
     if chosen.prompt == "-":
         chosen.prompt = _standard_input("prompt").removesuffix("\n")
@@ -141,7 +143,7 @@ def _standard_input(key: str) -> str:
         raise MetaTTTError(f"{key}=-: what was read is not UTF-8, at byte {error.start}") from error
 
 
-def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, tokenizer: TextTokenizer) -> None:
+def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, tokenizer: Tokenizer) -> None:
     """A line of JSON for every prompt, in their order, as soon as it is there."""
     target = contextlib.nullcontext(sys.stdout)
     if chosen.output is not None:

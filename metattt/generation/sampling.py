@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -43,8 +42,7 @@ def sample(
     """
     check_sampling(temperature, top_k, top_p)
     token, finite = draw(logits, temperature, top_k, top_p, generator)
-    if not bool(finite):
-        raise _not_finite()
+    check_finite(bool(finite))
     return token
 
 
@@ -80,12 +78,13 @@ def draw(
     return (probability / clocks).argmax(-1), finite.all()
 
 
-def _not_finite() -> NotFinite:
-    return NotFinite(
-        "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have "
-        "diverged; "
-        "take an earlier checkpoint"
-    )
+def check_finite(finite: bool) -> None:
+    """Raises an error for predictions that are not."""
+    if not finite:
+        raise NotFinite(
+            "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, "
+            "have diverged; take an earlier checkpoint"
+        )
 
 
 class Report:
@@ -134,9 +133,7 @@ def generate(
         model: the model, in evaluation mode.
         ids: `[B, T]` prompts, at least one token each.
         max_new_tokens: tokens to generate at most.
-        temperature: see `sample`, as `top_k` and `top_p`.
-        top_k: see `sample`.
-        top_p: see `sample`.
+        temperature, top_k, top_p: see `sample`.
         stop: token ids that end a sequence. An ended sequence goes on with its stop token until all have ended.
         seed: of the draws; None is torch's own state.
         mask: `[B, T]` True for the real tokens of prompts of different lengths, padded on either side.
@@ -170,8 +167,36 @@ def generate(
         raise MetaTTTError(
             f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)"
         )
-    next_token = partial(draw, temperature=temperature, top_k=top_k, top_p=top_p)
-    return _generate(model, ids, max_new_tokens, next_token, stop, seed, mask, state, compiled)
+    stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
+
+    def tokens() -> Iterator[Tensor]:
+        carried = None if state is None else state.map(torch.clone)  # steps write over what they are given
+        generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
+        token = torch.zeros_like(ids[:, 0])
+        ended = torch.zeros_like(token, dtype=torch.bool)
+        ahead = False  # the next logits are on their way already
+        step: Step | None = None
+        for index in range(max_new_tokens):
+            with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
+                if step is None:
+                    logits, carried = read_prompts(model, ids, mask, carried)
+                    step, carried = one_token_step(model, carried, max_new_tokens - 1, compiled), None
+                elif not ahead:
+                    logits = step(token)
+                drawn, finite = draw(logits, temperature, top_k, top_p, generator)
+                token = torch.where(ended, token, drawn)
+                ended = ended | (token.unsqueeze(1) == stops).any(1)
+                report = Report(finite, ended.all())
+                ahead = _runs_ahead(ids.device) and index + 1 < max_new_tokens
+                if ahead:  # it reads the token while the host learns of it; a step too many at the end harms nobody
+                    logits = step(token)
+            fine, all_ended = report.read()
+            check_finite(fine)
+            yield token
+            if all_ended:
+                return
+
+    return tokens()
 
 
 def read_prompts(
@@ -191,47 +216,6 @@ def read_prompts(
         after = found[:, -1]
         logits = after if logits is None or real is None else torch.where(real.any(1, keepdim=True), after, logits)
     return logits, state  # type: ignore[return-value]
-
-
-def _generate(
-    model: LanguageModel,
-    ids: Tensor,
-    max_new_tokens: int,
-    next_token: Callable[..., tuple[Tensor, Tensor]],
-    stop: Collection[int],
-    seed: int | None,
-    mask: Tensor | None,
-    state: LanguageModelState | None,
-    compiled: bool,
-) -> Iterator[Tensor]:
-    if state is not None:  # steps write over what they are given
-        state = state.map(torch.clone)
-    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-    stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
-    token = torch.zeros_like(ids[:, 0])
-    ended = torch.zeros_like(token, dtype=torch.bool)
-    ahead = False  # the next logits are on their way already
-    step: Step | None = None
-    for index in range(max_new_tokens):
-        with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
-            if step is None:
-                logits, state = read_prompts(model, ids, mask, state)
-                step, state = one_token_step(model, state, max_new_tokens - 1, compiled), None
-            elif not ahead:
-                logits = step(token)
-            drawn, finite = next_token(logits, generator=generator)
-            token = torch.where(ended, token, drawn)
-            ended = ended | (token.unsqueeze(1) == stops).any(1)
-            report = Report(finite, ended.all())
-            ahead = _runs_ahead(ids.device) and index + 1 < max_new_tokens
-            if ahead:  # the device reads the token while the host learns of it; a step too many at the end harms nobody
-                logits = step(token)
-        fine, all_ended = report.read()
-        if not fine:
-            raise _not_finite()
-        yield token
-        if all_ended:
-            return
 
 
 def _runs_ahead(device: torch.device) -> bool:

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 
+from metattt.data.tokenizers import Tokenizer
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.nested import count_sequences
 
 
-class TextTokenizer(Protocol):
-    """What generation asks of a tokenizer."""
-
-    separator: int  #: the token before every document; drawn, it ends a text
-    end: int | None  #: the token after every document, if there is one; drawn, it ends a text too
-
-    def encode(self, text: str) -> Any:
-        """Token ids, a sequence or an array of integers, without a separator."""
-
-    def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of the tokens as UTF-8, that of one after that of the other; it may end inside a character."""
-
-
-def ends(tokenizer: TextTokenizer) -> list[int]:
+def ends(tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a text."""
     return [token for token in (tokenizer.separator, tokenizer.end) if token is not None]
 
@@ -45,7 +32,7 @@ class Continuation:
         ended: a token that ends texts, or a stop string, has come.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
         if (
             not isinstance(stop, Sequence)
             or isinstance(stop, str)
@@ -98,7 +85,7 @@ def check_text(text: object, key: str) -> None:
 
 def generate_text(
     model: LanguageModel,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -117,9 +104,7 @@ def generate_text(
         tokenizer: of the model.
         prompts: texts of any lengths; they are read and continued together, and padding changes nothing.
         max_new_tokens: tokens to generate at most, per prompt.
-        temperature: see `metattt.generation.sampling.sample`, as `top_k` and `top_p`.
-        top_k: see there.
-        top_p: see there.
+        temperature, top_k, top_p: see `metattt.generation.sampling.sample`.
         stop: a continuation ends before the first of these strings.
         seed: of the draws; None is torch's own state.
         state: of one sequence, which every prompt goes on from, or of as many as there are prompts; it stays as it is.

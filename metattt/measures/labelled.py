@@ -1,4 +1,4 @@
-"""What a model answers where a sequence asks: losses, and hits of classes."""
+"""What a model answers where a sequence asks, or of what class an image is: losses, and hits of classes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.data.sequences import NO_LABEL
+from metattt.errors import MetaTTTError
+
+FIRST = 5  # classes among which the right one counts for top-5
 
 
 def answers(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,3 +44,20 @@ def losses_and_hits(found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | Non
         return (found.to(torch.promote_types(found.dtype, torch.float32)) - labels).square(), None
     hits = (found.argmax(-1) == labels).float()
     return F.cross_entropy(found.to(torch.promote_types(found.dtype, torch.float32)), labels, reduction="none"), hits
+
+
+def check_classes(labels: Tensor, count: int, least: int = NO_LABEL) -> None:
+    """Raises an error for labels `[B]` of images that are not classes of the model: not every source declares its
+    number of classes."""
+    if (wrong := labels[(labels < least) | (labels >= count)]).numel():
+        raise MetaTTTError(
+            f"an image has the label {wrong[0]}, and the model has {count} classes: set model.num_classes"
+        )
+
+
+def classified(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Over images with logits `[B, V]` and labels `[B]`: the sum of the cross-entropy (nats), how many have their label
+    as the first class and among the first five, and how many have a label."""
+    found = logits.topk(min(FIRST, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
+    nats = F.cross_entropy(logits, labels, reduction="sum", ignore_index=NO_LABEL)
+    return nats, found[:, 0].sum(), found.sum(), (labels != NO_LABEL).sum()

@@ -28,10 +28,6 @@ STOPPING = ".stopping"
 GRACE_SECONDS = 5  # after Ctrl-C, which the cell's process may have had as well
 
 
-class CellFailed(MetaTTTError):
-    """A cell that did not finish, for a sweeper that has to know."""
-
-
 @dataclass(frozen=True)
 class RunCell:
     """What Hydra's launchers call for every cell, in this process or in others.
@@ -58,7 +54,7 @@ class RunCell:
         """Runs the cell, unless it has finished before; returns the last value of the objective, or NaN.
 
         Raises:
-            CellFailed: it has not finished, and `raises`.
+            MetaTTTError: it has not finished, and `raises`.
         """
         hydra = HydraConfig.get()
         folder, fixed_keys = Path(hydra.runtime.output_dir), {key_of(in_full(one)) for one in self.fixed}
@@ -96,7 +92,7 @@ class RunCell:
     def _end(self, line: str, value: float, missing: str = "") -> float:
         print(f"cell    {line}", flush=True)
         if self.raises and math.isnan(value):
-            raise CellFailed(missing or line)
+            raise MetaTTTError(missing or line)
         return value
 
     def _process(self, folder: Path, cell: Cell, stopping: Path, words: Sequence[str]) -> int:

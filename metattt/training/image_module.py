@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.record import make_record
-from metattt.data.images import NO_LABEL, Batch
+from metattt.data.images import Batch
 from metattt.errors import MetaTTTError
 from metattt.measures.flops import flops_per_image
+from metattt.measures.labelled import check_classes, classified
 from metattt.training.job import Job, OuterLoop
 from metattt.training.recipes import TimmRecipe
 
@@ -50,28 +51,16 @@ class ImageClassification(OuterLoop):
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
         images, labels = batch
-        self._check(labels, least=0)
+        check_classes(labels, self.model.num_classes, least=0)
         if self.mixup is not None:  # it works in place; labels become probabilities [B, classes]
             images, labels = self.mixup(images.clone(), labels)
         return F.cross_entropy(self.model(images).float(), labels, reduction=reduction)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels = batch
-        self._check(labels, least=NO_LABEL)
-        logits = self.model(images).float()
-        found = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
-        nats = F.cross_entropy(logits, labels, reduction="sum", ignore_index=NO_LABEL)
-        count = (labels != NO_LABEL).sum()
-        self.add_to_validation(loss=(nats, count), top1=(found[:, 0].sum(), count), top5=(found.sum(), count))
-
-    def _check(self, labels: Tensor, least: int) -> None:
-        """Raises an error for labels `[B]` that are not classes of the model: not every source declares its number of
-        classes."""
-        if (wrong := labels[(labels < least) | (labels >= self.model.num_classes)]).numel():
-            raise MetaTTTError(
-                f"an image has the label {wrong[0]}, and the model has {self.model.num_classes} classes: set "
-                "model.num_classes"
-            )
+        check_classes(labels, self.model.num_classes)
+        nats, first, among, count = classified(self.model(images).float(), labels)
+        self.add_to_validation(loss=(nats, count), top1=(first, count), top5=(among, count))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)

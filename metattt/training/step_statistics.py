@@ -84,12 +84,12 @@ class StepStatistics(Callback):
 
 
 def _volume(batch: Any) -> tuple[str, int, int]:
-    """What a batch holds: windows `[B, T + 1]` of tokens that are predicted, sequences with labels `[B, T]`, or images
-    with theirs; the number of any of these, and the tokens of each."""
+    """What a batch holds: windows `[B, T + 1]` of tokens that are predicted, sequences with labels `[B, T, ...]`, or
+    images with theirs; the number of any of these, and the tokens of each."""
     if isinstance(batch, torch.Tensor):
         return "tokens", batch.shape[0], batch.shape[1] - 1
-    if batch[1].ndim == 2:
-        return "tokens", *batch[1].shape
+    if batch[1].ndim > 1:  # a label of a token may be a vector
+        return "tokens", *batch[1].shape[:2]
     return "images", len(batch[0]), 1
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from refusals_for_tests import refusal
-from runs_for_tests import log
+from runs_for_tests import column, log
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -62,10 +62,11 @@ def test_all_projections_decay() -> None:
 
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
-    short = ("data.given=[0,2]", "data.batch_size=3", "data.validation_size=5", "trainer.max_steps=4")
+    short = ("data.given=[0,2]", "data.batch_size=3", "data.validation_size=5", "trainer.max_steps=4", "trainer.log_every_n_steps=1")
     saved = ("callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.keep=9", f"output_dir={tmp_path}")
     assert train(compose(*SMALL, *short, *saved)) == 0
     whole = log(tmp_path)
+    assert list(column(tmp_path, "tokens_per_second")) == [2, 3, 4]
     assert train(compose(f"resume={tmp_path / 'checkpoints' / 'step-00000002'}", "overwrite=true")) == 0
     assert log(tmp_path) == whole and {"validation/loss_0", "validation/psnr_2"} <= whole[-1].keys()
     found = evaluate(compose(f"checkpoint={tmp_path}", "device=cpu", job="eval"))[tmp_path.name].loss

@@ -64,7 +64,7 @@ def test_a_prompt_from_standard_input(
 @pytest.mark.parametrize(("words", "content", "message"), [
     (("prompts=-",), b"\n \n", "holds no prompts"),
     (("prompt=-",), b"\xff", "not UTF-8"),
-    (("prompts=-", "prompt=x"), b"y", "give one of them"),
+    (("prompts=-", "prompt=x"), b"y", "give one of them"), (("prompt=x", "output=x"), b"", "prompts=<a file>"),
     (("prompts={file}",), b'{"prompt": 3}', "has no text under `prompt`"),
     (("prompts={file}",), b"{", "is damaged"),
     (("prompts={file}",), b'{"prompt": "\\ud800"}', "has an invalid character"),
