@@ -49,7 +49,6 @@ class DigitsData(Images, takes=("img_size", "batch_size", "validation_fraction",
     in_chans = 1
     evaluation = {"crop_pct": 1.0, "interpolation": "nearest"}  # noqa: RUF012 (nobody changes it)
 
-    num_classes = 10
     class_names = [str(digit) for digit in range(10)]  # noqa: RUF012 (nobody changes it)
 
     img_size: int = setting(default=SIDE, least=SIDE, most=512)

@@ -59,7 +59,7 @@ class Images(Data):
     @property
     def num_classes(self) -> int | None:
         """Number of classes; None if the source does not say."""
-        return None
+        return None if self.class_names is None else len(self.class_names)
 
     @property
     def class_names(self) -> list[str] | None:
@@ -354,11 +354,6 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
     @property
     def streamed(self) -> bool:
         return isinstance(self._datasets["train"], IterableDataset)
-
-    @property
-    def num_classes(self) -> int | None:
-        names = self.class_names
-        return len(names) if names is not None else None
 
     @property
     def class_names(self) -> list[str] | None:

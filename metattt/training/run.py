@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ class Start(NamedTuple):
     done: int
     moved: bool
     complete: bool
-    clear: Callable[[], None]
+    clear: Callable[[], object]
 
 
 def check_given(cfg: DictConfig) -> None:
@@ -145,7 +145,7 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
     cfg, here = given, source is not None and folder.resolve() == source.resolve()
     checkpoint, done, moved = None, 0, False
     content: Mapping[str, Any] = {}
-    clear: Callable[[], None] = lambda: None  # noqa: E731
+    clear: Callable[[], object] = lambda: None  # noqa: E731
     if here and first:
         remove_leftovers(folder)
     begun = source is not None and (source / CONFIGURATION).is_file() and not rolling.steps(source)
@@ -258,12 +258,12 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and rolling.step_of(path) is None and not rolling.is_ours(path)
 
 
-def _end_at(done: int, cfg: DictConfig, folder: Path) -> Callable[[], None]:
+def _end_at(done: int, cfg: DictConfig, folder: Path) -> Callable[[], object]:
     """What is done to checkpoints after the one from which a run resumes: damaged ones are renamed; others, which must
     not be mistaken for later checkpoints of the resumed run, are removed if `overwrite` is set, or raise an error."""
     newer = [path for step, path in rolling.steps(folder) if step > done]
     if cfg.resume == AUTO or _is_folder(Path(cfg.resume).expanduser()):  # the newest readable one was used
-        return partial(_set_aside, newer)
+        return lambda: [rolling.set_aside(path) for path in newer]
     if newer and not cfg.overwrite:
         raise MetaTTTError(
             f"the run has later checkpoints than {cfg.resume}, up to {newer[0].name}: to resume from there again, "
@@ -277,11 +277,6 @@ def _validations(cfg: DictConfig, step: int) -> list[float]:
     logs = _logs(cfg)
     rows = [row for path in logs for row in read_rows(path)[0] if int(row[STEP]) == step and of_validation(row)]
     return [float(row.get("validation/loss") or 0) for row in rows] if logs else [0.0]
-
-
-def _set_aside(checkpoints: Iterable[Path]) -> None:
-    for path in checkpoints:
-        rolling.set_aside(path)
 
 
 def _logs(cfg: DictConfig) -> list[Path]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights, write_checkpoint
+from metattt.checkpoints.folder import STATES, load_parts, verify, weights, write_checkpoint
 from metattt.checkpoints.tensors import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import check_integer
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.heads import divide_heads
 from metattt.registry import register
@@ -112,11 +111,10 @@ class FullyShardedData(ModelParallelStrategy):
         write_checkpoint(Path(self.broadcast(str(filepath))), checkpoint, together=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and number of processes: every process checks the checksums of a share of
-        the files, then reads its part of the tensors."""
+        """Loads a checkpoint of any strategy and number of processes: every process checks the checksums, then
+        reads its part of the tensors."""
         folder = Path(self.broadcast(str(checkpoint_path)))
-        self._verify_together(folder)
-        content, plain = read_checkpoint(folder, "small"), read_content(folder)
+        plain, content = verify(folder), read_checkpoint(folder, "small")
         options = StateDictOptions(strict=self._module.strict_loading)
         model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
         stored = weights(plain)
@@ -138,16 +136,6 @@ class FullyShardedData(ModelParallelStrategy):
             named: dict[str, Any] = {"state": {names[one]: held for one, held in state.items()}, "param_groups": groups}
             set_optimizer_state_dict(self._module, _plain(optimizer), named, options=options)
         return content
-
-    def _verify_together(self, folder: Path) -> None:
-        problem, problems = "", [""] * self.world_size
-        try:
-            verify(folder, share=(self.global_rank, self.world_size))
-        except MetaTTTError as error:
-            problem = str(error)
-        dist.all_gather_object(problems, problem)
-        if found := next(filter(None, problems), None):
-            raise MetaTTTError(found)
 
     def _named_state(self, optimizer: Optimizer, cpu_offload: bool = False) -> dict[str, Any]:
         """The state by the names of the parameters."""

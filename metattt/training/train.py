@@ -224,8 +224,9 @@ def _files(console: Console, trainer: Trainer, folder: Path) -> None:
         place = best if best.exists() else f"step {saving.best_step} of the run that this one began from"
         console.print(f"best        {place}  ({saving.best} {saving.best_value:.4f})")
     for logger in trainer.loggers:
-        places = (getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name"))
-        console.print(f"log         {next((place for place in places if place), '')}")
+        places = [getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name")]
+        for place in [one for one in places if one and isinstance(one, str | Path)][:1]:  # fast_dev_run has none
+            console.print(f"log         {place}")
     curve = _callback(trainer, LossCurve)
     if curve is not None and Path(curve.path).is_file():
         console.print(f"loss curve  {curve.path}")
