@@ -124,12 +124,13 @@ class TimmRecipe(Declared):
         timm: Any = need("timm.optim", extra="images", what="training=timm")
         super().check_settings()
         self.betas = two(self.betas)
-        known = [one for one in timm.list_optimizers() if not timm.get_optimizer_info(one).second_order]
+        about = {one: timm.get_optimizer_info(one) for one in timm.list_optimizers()}
+        known = [one for one, info in about.items() if not info.second_order and info.num_betas == 2]
         if (plain := self.name.lower().removeprefix("lookahead_")) not in known:
             near = ", ".join(difflib.get_close_matches(plain, known) or ("adamw", "sgd", "lion"))
             raise MetaTTTError(
-                f"training.optimizer={self.name} is not an optimizer of timm with first derivatives: set {near} or "
-                "another of timm.optim.list_optimizers()"
+                f"training.optimizer={self.name} is not an optimizer of timm with first derivatives and two betas: set "
+                f"{near} or another of timm.optim.list_optimizers()"
             )
 
     def warmup_steps(self, num_steps: int) -> int:
