@@ -23,9 +23,6 @@ DIRECTIONS = ("auto", "from_published", "from_jax", "to_published", "to_jax")
 def convert(cfg: DictConfig) -> None:
     """Reads one checkpoint and writes the other, then says what it wrote.
 
-    Args:
-        cfg: the configuration of the job `convert`.
-
     Raises:
         MetaTTTError: a file that cannot be read, names or shapes that do not fit, or a target that exists.
     """

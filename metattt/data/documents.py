@@ -82,11 +82,8 @@ def iterate_documents(files: Sequence[tuple[Path, Path]], text_key: str) -> Iter
 
 
 def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list[tuple[Path, Path]]:
-    """Every file with text under a path, in order, with the folder that its name is relative to.
-
-    Args:
-        path: as for `read_documents`.
-        key: of the setting, for messages.
+    """Every file with text under a path, in order, with the folder that its name is relative to; arguments as of
+    `read_documents`.
 
     Raises:
         MetaTTTError: a path that does not exist, or holds no such files.

@@ -75,9 +75,6 @@ class Rows:
 def prepare(cfg: DictConfig) -> int:
     """Writes the tokens, their index and the manifest.
 
-    Args:
-        cfg: the configuration of the job `prepare`.
-
     Returns:
         The exit code: 0, or 130 after Ctrl-C, 143 after SIGTERM: then the same command goes on.
 

@@ -207,11 +207,7 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
 
 
 def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of a folder that `metattt prepare` wrote, compared with what their manifest says of it.
-
-    Args:
-        folder: of the tokens.
-        known: its identity.
+    """The tokenizer of a folder that `metattt prepare` wrote, compared with what the manifest says of it (`known`).
 
     Raises:
         MetaTTTError: it is missing or another.

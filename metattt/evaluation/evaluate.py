@@ -105,9 +105,6 @@ class Evaluation:
 def evaluate(cfg: DictConfig) -> dict[str, Any]:
     """Prints the scores of checkpoints as tables, writes them as CSV and PNG, and returns them by label.
 
-    Args:
-        cfg: the configuration of the job `eval`.
-
     Raises:
         MetaTTTError: a checkpoint, data or a setting that cannot be used.
     """

@@ -106,11 +106,7 @@ def _source(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded_classes(file: Path) -> list[str] | None:
-    """The names of a model's classes by their numbers, as its run has recorded them; None: it has not.
-
-    Args:
-        file: the checkpoint.
-    """
+    """The names of a checkpoint's classes by their numbers, as its run has recorded them; None: it has not."""
     names = read_checkpoint(file, "none")[RECORD].get("classes")
     return names if isinstance(names, list) and names and all(isinstance(name, str) for name in names) else None
 

@@ -92,9 +92,6 @@ class Pictures(Dataset[tuple[Any, int]]):
 def predict(cfg: DictConfig) -> list[Prediction]:
     """Prints the likeliest classes of pictures as a table, writes those of all as CSV, and returns them.
 
-    Args:
-        cfg: the configuration of the job `predict`.
-
     Raises:
         MetaTTTError: a checkpoint, pictures or a setting that cannot be used.
     """
@@ -146,12 +143,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
 
 
 def class_names(file: Path, count: int) -> list[str]:
-    """The names of a model's classes by their numbers: those that its run has recorded, else the numbers.
-
-    Args:
-        file: the checkpoint.
-        count: of the model's classes.
-    """
+    """The names of a checkpoint's classes by their numbers: those that its run has recorded, else the numbers."""
     named = recorded_classes(file) or []
     shown = ["".join(c if c.isprintable() else "?" for c in name)[:LONGEST_NAME] for name in named[:count]]
     return shown + [str(number) for number in range(len(shown), count)]

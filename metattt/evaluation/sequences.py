@@ -74,13 +74,8 @@ def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
 
 @torch.no_grad()
 def score(model: Any, data: SequenceData, part: Part = "validation") -> SequenceScores:
-    """Loss and accuracy on the sequences of a split, each once.
-
-    Args:
-        model: a language model or a `Regression`, in evaluation mode.
-        data: its sequences.
-        part: the split.
-    """
+    """Loss and accuracy of a language model or a `Regression`, in evaluation mode, on the sequences of a split, each
+    once."""
     device = next(model.parameters()).device
     losses, hits, numbers, count = [], [], [], 0
     for batch in tracked(data.loader(part), "sequences"):

@@ -49,9 +49,6 @@ def generate(cfg: DictConfig) -> None:
     """Prints the prompt and its continuation, then one line about the speed on stderr; or answers a file of prompts
     with lines of JSON.
 
-    Args:
-        cfg: the configuration of the job `generate`.
-
     Raises:
         MetaTTTError: a checkpoint or a setting that cannot be used; predictions that are not finite.
     """

@@ -79,9 +79,6 @@ def read_run(folder: Path, name: str = "") -> Run:
 def runs(cfg: DictConfig) -> None:
     """Prints the table of the runs in a folder, and writes its files; `cfg` is `configs/runs.yaml`.
 
-    Args:
-        cfg: `configs/runs.yaml`.
-
     Raises:
         MetaTTTError: no such folder, no runs in it, or no such column.
     """
