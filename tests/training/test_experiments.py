@@ -53,8 +53,9 @@ def test_every_experiment_composes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_one_step_of_each_kind(name: str, shards: Path, tmp_path: Path) -> None:
+def test_one_step_of_each_kind(name: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, shards, *f"experiment={name}".split(), "+trainer.fast_dev_run=1")
+    assert "DummyLogger" not in capsys.readouterr().out
 
 
 def test_a_size_brings_its_recipe() -> None:
