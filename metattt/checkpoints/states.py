@@ -30,7 +30,12 @@ def kinds() -> dict[str, Any]:
 
 
 def write_state(path: str | Path, state: Any, model: nn.Module | None = None) -> None:
-    """What `State.save` and `LanguageModelState.save` do."""
+    """What `State.save` and `LanguageModelState.save` do.
+
+    Raises:
+        MetaTTTError: a state of a layer that carries other things than tensors and plain data, or a file that cannot be
+            written.
+    """
     file = Path(path).expanduser()
     tensors: dict[str, Tensor] = {}
     held = take_apart(_as_plain(state), tensors)
@@ -44,7 +49,11 @@ def write_state(path: str | Path, state: Any, model: nn.Module | None = None) ->
 
 
 def read_state(path: str | Path, kind: type[S], device: torch.device | str, model: nn.Module | None = None) -> S:
-    """What `State.load` and `LanguageModelState.load` do."""
+    """What `State.load` and `LanguageModelState.load` do.
+
+    Raises:
+        MetaTTTError: as they say.
+    """
     file = path_of(str(path), "state")
     if not file.is_file():
         raise MetaTTTError(f"no state: {path} does not exist; state.save(path) writes one")

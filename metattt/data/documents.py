@@ -77,7 +77,11 @@ def read_documents(
 
 
 def iterate_documents(files: Sequence[tuple[Path, Path]], text_key: str) -> Iterator[Document]:
-    """The documents of files that are not empty, one after the other: `files` are those of `find_files`."""
+    """The documents of files that are not empty, one after the other: `files` are those of `find_files`.
+
+    Raises:
+        MetaTTTError: a file that cannot be read.
+    """
     return (document for file, base in files for document in _read(file, base, text_key) if document.text)
 
 
