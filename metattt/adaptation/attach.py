@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, reduce
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from metattt.adaptation.in_place import InPlaceLinear
 from metattt.adaptation.model_call import Call
 from metattt.checkpoints.tensors import read_described, write_tensors
+from metattt.combined import Combined
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.causality import Causality
@@ -45,8 +46,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     Args:
         model: a causal language model of Transformers.
         pattern: of the modules' names.
-        layer: a layer of `metattt.build`, for attentions: `y = attention(x) + tanh(a) layer(x)` with a = 0 at the
-            start; or `in_place`, for linear maps: see `InPlaceLinear`.
+        layer: a layer of `metattt.build` or a sum, `window_attention+ttt_linear`, for attentions: `y = attention(x) +
+            tanh(a) layer(x)` with a = 0 at the start; or `in_place`, for linear maps: see `InPlaceLinear`.
         how: `beside`, or for attentions `replace`: the layer in place of them.
         settings: overrides of the layer, as for `metattt.build`; or of `InPlaceLinear`, and `labels`: `hidden`, what
             enters the MLP (the default), or `embeddings`, the model's embeddings of the tokens.
@@ -200,7 +201,6 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
 def _as_before(module: nn.Module, inside: str) -> None:
     """What `module.<inside>` holds keeps the names in state dicts that it had without `module`: a folder that
     `save_pretrained` writes is still one of the pretrained model, with some tensors more."""
-
     module.register_state_dict_post_hook(partial(_without, inside))
     module.register_load_state_dict_pre_hook(partial(_within, inside))
 
@@ -238,7 +238,8 @@ class _Beside(nn.Module):
         self.pretrained = attention
         like = next(attention.parameters())
         heads = {"num_heads": _heads(attention, dim)} | dict(settings)
-        self.layer = build(layer, dim=dim, **heads).to(like.device, like.dtype)
+        parts: list[Any] = [build(one, dim=dim, **heads) for one in layer.split("+")]
+        self.layer = reduce(partial(Combined, dim), parts).to(like.device, like.dtype)
         self.scale = nn.Parameter(like.new_zeros(()))
         self.__dict__["call"] = call
         _as_before(self, "pretrained")

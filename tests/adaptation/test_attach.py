@@ -32,7 +32,7 @@ ATTENTION, DOWN = "model.layers.*.self_attn", "model.layers.*.mlp.down_proj"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ttt_linear": (ATTENTION, {}),
     "gated_delta_net": ("model.layers.1.self_attn", {"num_heads": 4}),
-    "mamba": (ATTENTION, {}),
+    "mamba+ttt_linear": (ATTENTION, {}),
     "window_attention": (ATTENTION, {"learner.window": 4}),
     "in_place": (DOWN, {"chunk": 4, "lr": 0.7}),
     "in_place_embeddings": (DOWN, {"chunk": 5, "labels": "embeddings", "project": False}),
@@ -289,7 +289,7 @@ def test_a_cache_is_copied_and_pickled_with_its_states() -> None:
 def test_detaching_once_more_leaves_what_was_attached_since() -> None:
     made = llama()
     (first := attached(made, "ttt_linear")).detach()
-    trained(attached(made, "mamba"))
+    trained(attach(made, ATTENTION, layer="mamba"))
     logits = made(IDS).logits
     first.detach()
     assert torch.equal(made(IDS).logits, logits)
