@@ -5,7 +5,6 @@ A user's mistake ends with one or two lines on stderr and exit code 2. So does a
 message names a file with the traceback. A Ctrl-C that the command does not handle ends with 130.
 """
 
-import difflib
 import errno
 import io
 import os
@@ -57,7 +56,6 @@ FUNCTIONS = {
 NAMED = {"runs": ("folder", r"[^=-][^=]*")}
 """Commands whose first word may be a value alone: its key, and what it looks like."""
 
-
 MOVED = {"bench": ("speed.py layer", r"\w+"), "reproduce": ("claims.py", r".*")}
 """Former commands that are scripts of the repository now, and the form of their first argument."""
 
@@ -107,12 +105,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         script = "gpu.py" if script == "speed.py gpu" else script
         told = f"`metattt {command} {first}".rstrip()
         return _fail(f"{told}` has moved: in a checkout of the repository, python benchmarks/{script}")
-    if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f" Did you mean `metattt {near[0]}`?" if near else ""
-        return _fail(f"`{command}` is not a command.{hint} Commands: {', '.join(COMMANDS)}")
-    from metattt.errors import MetaTTTError
+    from metattt.errors import MetaTTTError, did_you_mean
 
+    if command not in COMMANDS:
+        hint = did_you_mean(command, COMMANDS, "metattt ")
+        return _fail(f"`{command}` is not a command.{hint} Commands: {', '.join(COMMANDS)}")
     cfg: list[DictConfig] = []
     try:
         return _run(command, words, cfg)
@@ -128,7 +125,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     """Runs a command, or prints what Hydra's options ask for; `composed` receives the configuration."""
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help", "--hydra-help"} & set(words):
         from metattt.composition.help import help_of
 
         print(help_of(command, COMMANDS[command], words))
@@ -233,8 +230,5 @@ def _overview() -> str:
     lines = ["usage: metattt <command> [<key>=<value> ...]", "", "commands:"]
     lines += [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
-    lines += [
-        "metattt <command> --cfg job prints the whole configuration without running it, --resolve with every value "
-        "filled in"
-    ]
+    lines += ["metattt <command> --cfg job prints the configuration and runs nothing, --resolve with values filled in"]
     return "\n".join(lines)

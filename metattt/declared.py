@@ -11,7 +11,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 from torch import nn
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, did_you_mean
 from metattt.setting import REQUIRED, Setting, declared, parameters, resolved, setting, with_always
 
 SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -102,7 +102,8 @@ def _constructor(cls: type[WithSettings]) -> Callable[..., None]:
         try:
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"{cls.__qualname__}.__init__() {error}") from None
+            hint = did_you_mean(next((key for key in kwargs if key not in attributes), ""), attributes)
+            raise TypeError(f"{cls.__qualname__}.__init__() {error}{hint and '.'}{hint}") from None
         super(WithSettings, self).__init__()
         for key, name in attributes.items():
             setattr(self, name, given[key] if key in given else getattr(type(self), name))

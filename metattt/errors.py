@@ -22,12 +22,17 @@ class NotFinite(MetaTTTError):
     """NaN or infinity where finite numbers are needed."""
 
 
+def did_you_mean(value: object, allowed: Iterable[object], key: str = "") -> str:
+    """The question, after a space, for the allowed value that looks most like this one; nothing if none does."""
+    near = difflib.get_close_matches(str(value), map(str, allowed), 1)
+    return f" Did you mean {key}{near[0]}?" if near else ""
+
+
 def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:
     """Raises an error if a value is not among `allowed`; `key` is the override that sets it, such as `task.loss`."""
     allowed = list(allowed)
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), map(str, allowed), 1)
-        hint = f" Did you mean {key}={near[0]}?" if near else ""
+        hint = did_you_mean(value, allowed, f"{key}=")
         raise MetaTTTError(f"{_said(key, value)}: choose from {', '.join(map(str, allowed))}.{hint}")
 
 

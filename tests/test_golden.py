@@ -11,8 +11,6 @@ from metattt.cli import main
 
 MISTAKES = [  # the command, and words that its message must have: the value, what is allowed, what mends it
     ("train layer=ttt_liner", ["ttt_liner", "layer=ttt_linear"]),
-    ("train learnr=mlp", ["learnr", "learner"]),
-    ("train optimizer.mini_batchsize=8", ["mini_batchsize", "optimizer.mini_batch_size"]),
     ("train optimizer.mini_batch_size=eight", ["optimizer.mini_batch_size=eight", "integer"]),
     ("train optimizer.mini_batch_size=0", ["optimizer.mini_batch_size=0", "at least 1"]),
     ("train dim=100 num_heads=3", ["num_heads=3", "dim=100", "choose num_heads from 1, 2, 4"]),
@@ -20,7 +18,6 @@ MISTAKES = [  # the command, and words that its message must have: the value, wh
     ("train data.path={folder}", ["{folder}", "no files", ".txt"]),
     ("train data=shards data.path={folder}", ["{folder}", "metattt prepare"]),
     ("train resume=runs/nothing", ["runs/nothing", "does not exist"]),
-    ("train trainer.max_step=5", ["max_step", "trainer.max_steps"]),
     ("train training=sgdd", ["sgdd", "adamw, muon"]),
     ("train seed=abc", ["seed=abc", "integer"]),
     ("train layer=kda learner=mlp", ["MLP is not a linear map", "learner=linear_map"]),
@@ -43,6 +40,8 @@ MISTAKES = [  # the command, and words that its message must have: the value, wh
     ("train learner=mpl --help", ["Did you mean `learner=mlp`?"]),
     ("train --config-dir=x", ["there is no folder x"]),
     ("train --info defaults learner=mpl", ["Did you mean `learner=mlp`?"]),
+    ("train -m --cfg job", ["-m", "--cfg"]),
+    ("train --resolve", ["--resolve", "add --cfg job"]),
 ]
 
 

@@ -57,6 +57,10 @@ def parse(words: Sequence[str], command: str) -> Namespace:
     pairs = zip(words, [*words[1:], ""], strict=False)
     full = [f"{one}=job" if one == "--cfg" and after not in shown else one for one, after in pairs]
     options = parser.parse_intermixed_args(full)
+    if sum((options.run, options.multirun, options.cfg is not None, options.info is not None)) > 1:
+        raise MetaTTTError("--run, --multirun (-m), --cfg and --info exclude each other: give one of them")
+    if (options.resolve or options.package) and options.cfg is None:
+        raise MetaTTTError("--resolve and --package say what --cfg prints: add --cfg job")
     if options.config_path or options.config_name or options.experimental_rerun:
         raise MetaTTTError(f"`metattt {command}` has its configuration; --config-dir <folder> adds files of your own")
     if options.config_dir is not None:

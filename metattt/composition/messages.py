@@ -177,10 +177,11 @@ def _do_not_go_together(file: str, full_key: str) -> str:
     """For a file of a group that sets a key which the choice for another group has not."""
     group, _, name = file.partition("/")
     owner, _, key = full_key.rpartition(".")
-    advice = f"Leave out {group}={name}, or choose another {owner or 'one'}."
+    file = f"{group}={name}" if name else f"`metattt {group}`"
+    advice = f"Leave out {file}, or choose another {owner or 'one'}." if name else f"Choose another {owner or 'one'}."
     if group == "layer":  # which may be that of the default
         advice = "Choose another layer: layer=custom leaves every part as it is."
-    return f"{group}={name} sets `{full_key}`, but the chosen {owner or 'configuration'} has no `{key}`.\n{advice}"
+    return f"{file} sets `{full_key}`, but the chosen {owner or 'configuration'} has no `{key}`.\n{advice}"
 
 
 # -- what Hydra and OmegaConf raise ------------------------------------------------------------------------------------

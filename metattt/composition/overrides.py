@@ -145,7 +145,7 @@ def _parse(override: str) -> Override:
 def _unreadable(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
-        return f"`{override}` is not an override: write <key>=<value>, e.g. learner=mlp or learner.depth=3"
+        return f"`{override}` is not an override: write <key>=<value>, a value with spaces in quotes, 'prompt=a b'"
     text = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"`{override}` cannot be read: if the value is a text, write it in quotes of its own, \"{key}='{text}'\""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metattt.errors import MetaTTTError, NotFinite, check_integer
+from metattt.errors import MetaTTTError, NotFinite, check_integer, did_you_mean
 from metattt.evaluation.evaluate import Evaluation
 from metattt.evaluation.harness import MetaTTTLM
 from metattt.evaluation.output import table
@@ -87,11 +86,9 @@ def find_tasks(names: Sequence[str], path: str | None = None) -> TaskManager:
     found = TaskManager(include_path=folder)
     for name in names:
         if not found.match_tasks([name]):
-            near = difflib.get_close_matches(name, found.all_tasks, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             raise MetaTTTError(
-                f"tasks=[{','.join(names)[:100]}]: lm_eval has no task {name!r:.60}.{hint}\n"
-                "`lm_eval ls tasks` lists them; task_path=<folder> adds yours"
+                f"tasks=[{','.join(names)[:100]}]: lm_eval has no task {name!r:.60}."
+                f"{did_you_mean(name, found.all_tasks)}\n`lm_eval ls tasks` lists them; task_path=<folder> adds yours"
             )
     return found
 

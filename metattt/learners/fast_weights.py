@@ -12,7 +12,6 @@ places sums over all of them.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, did_you_mean
 from metattt.learners.opaque import OpaqueWeight
 from metattt.ops.chunk import matmul
 
@@ -50,9 +49,8 @@ class FastWeights:
             return self._fast[name]
         if name not in self._slow:
             known = [*self._fast, *self._slow]
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise MetaTTTError(f"the learner declares no weight {name!r}: it has {', '.join(known)}.{hint}")
+            has = f"it has {', '.join(known)}.{did_you_mean(name, known)}"
+            raise MetaTTTError(f"the learner declares no weight {name!r}: {has}")
         return self._slow[name].unsqueeze(0)
 
     def _vector(self, name: str, like: Tensor) -> Tensor:

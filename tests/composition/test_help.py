@@ -86,7 +86,7 @@ def test_help_of_a_plug_in_and_of_a_folder(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[metattt.components]\nw = waves\n[metattt.configs]\nw = waves.configs\n")
     code = (
         "import sys; from metattt.cli import main\n"
-        "assert main(['--help']) == main(['train', '--help']) == main(['train', '--config-dir', 'mine', '--help']) == 0\n"
+        "assert main(['--help']) == main(['train', '--hydra-help']) == main(['train', '--config-dir', 'mine', '--help']) == 0\n"
         "assert not {'torch', 'hydra', 'waves'} & set(sys.modules)\n"
         "assert main(['train', '--config-dir', 'mine', 'layer=bent', '--help']) == 0"
     )

@@ -65,7 +65,7 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
 MESSAGES = {  # what is typed, and what the message says
     "learning-rate=0.1": "",  # no word of Hydra's
     "lr=1": "(`optimizer.base_lr` is that of the inner loop",
-    "learner.bias": "write <key>=<value>",
+    "learner.bias": "write <key>=<value>, a value with spaces in quotes",
     "dim=(a": "cannot be read",
     "learner.bias=null": "`learner.bias=null` is not allowed: expected true or false.",
     "model.blocks=[mamba,attention] dim=9": "num_heads=4 does not divide dim=9",
@@ -103,6 +103,7 @@ def test_a_key_of_a_job_that_makes_nothing() -> None:
     ("learner=custom learner._target_=fractions.Fractoin", "fractions has no Fractoin. Did you mean `learner._target_=fractions.Frac"),
     ("learner._target_=fractions.Fraction", "learner=custom has no settings but yours"),
     ("learner=custom learner._target_=datetime.date", "datetime.date raised TypeError"),
+    ("learner=custom learner._target_=metattt.learners.MLP learner.dept=3", "argument 'dept'. Did you mean depth?"),
 ])  # fmt: skip
 def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None:
     """Words of Hydra are parsed here. They change with a release, and then these fail: "raised while composing config",
