@@ -59,7 +59,7 @@ class SequenceLayer(Declared, ABC):
             MetaTTTError: shapes, types or flags that do not fit, a state of another layer or batch size, or NaN in `x`
                 (checked on CPU, if `refuse_nan`).
         """
-        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0 or not torch.is_floating_point(x):
+        if not torch.is_tensor(x) or x.ndim != 3 or x.size(2) != self.dim or not (x.size(1) and x.is_floating_point()):
             raise _wrong_tokens(x, self.dim)
         if torch.jit.is_tracing():  # a kernel's results would be constants of the program
             raise MetaTTTError("torch.jit.trace cannot follow a layer: use torch.export")
@@ -102,7 +102,7 @@ class SequenceLayer(Declared, ABC):
         Raises:
             MetaTTTError: as of a call; or the layer cannot read without learning.
         """
-        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0 or not torch.is_floating_point(x):
+        if not torch.is_tensor(x) or x.ndim != 3 or x.size(2) != self.dim or not (x.size(1) and x.is_floating_point()):
             raise _wrong_tokens(x, self.dim)
         check_flags(x, mask, None)
         packing = pack(mask, None, x.device)
@@ -185,6 +185,6 @@ class SequenceLayer(Declared, ABC):
         return f"dim={self.dim}"
 
 
-def _wrong_tokens(x: Tensor, dim: int) -> MetaTTTError:
-    found = f"is {x.dtype} of shape {list(x.shape)}"
-    return MetaTTTError(f"x {found}, expected [B, T, {dim}] of floating-point numbers, with at least one token")
+def _wrong_tokens(x: object, dim: int) -> MetaTTTError:
+    found = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    return MetaTTTError(f"x is {found}, expected [B, T, {dim}] of floating-point numbers, with at least one token")

@@ -156,7 +156,7 @@ CALLS += [
     (lambda: model(layer=layer()), "layer"),
     # a layer's call
     *((lambda v=v: layer()(X + v), "NaN") for v in (NAN, -math.inf)),
-    *((lambda x=x: layer()(x), "expected [B, T, 8]") for x in (X[0], X[None], X[..., :7], X[:, :0], X.long())),
+    *((lambda x=x: layer()(x), "expected [B, T, 8]") for x in (X[0], X[None], X[..., :7], X[:, :0], X.long(), X.numpy())),
     *((lambda n=n, flags=flags: layer()(X, **{n: flags}), n) for n in ("mask", "reset")
       for flags in (FLAGS.long(), FLAGS[:, 1:], FLAGS[:1], FLAGS.numpy(), [[True]])),
     *((lambda it=it: layer()(X, it() if callable(it) else it), "state") for it in (

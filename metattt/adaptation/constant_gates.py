@@ -18,13 +18,11 @@ def constant_gates(rule: BlockRule, names: list[str]) -> Gates:
     Raises:
         MetaTTTError: a rule that moves its weights token by token, or whose gates depend on the tokens.
     """
-    if isinstance(rule, type):
-        raise MetaTTTError(f"rule is the class {rule.__name__}: make one, {rule.__name__}(mini_batch_size=64)")
     name = type(rule).__name__
     if not isinstance(rule, BlockRule):
+        given = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {name}"
         raise MetaTTTError(
-            f"{name} moves the weights with every token: give a rule that moves them once per mini-batch, such as Adam "
-            "or BlockMomentum"
+            f"rule is {given}: give one that moves the weights once per mini-batch, such as Adam() (optimizer=adam)"
         )
     if rule.read != "previous" or rule.anchor != "minibatch":
         raise MetaTTTError(

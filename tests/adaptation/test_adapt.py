@@ -94,7 +94,7 @@ def test_a_mistyped_folder_is_named(run: Path, told: Callable[..., str], monkeyp
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("optimizer=momentum", "with every token"),
+    ("optimizer=momentum", "once per mini-batch"), ("optimizer=append", "`metattt adapt` sets"),
     ("fast=heads", "fast=heads names no parameter"),
     ("audit=-1", "audit=-1"), ("batch_size=0", "batch_size=0"), ("data.max_tokens=1", "data.max_tokens=1"),
     ("fast_weights=lora", "fast"),
