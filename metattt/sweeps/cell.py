@@ -62,14 +62,14 @@ class RunCell:
         swept = sorted(one for one in hydra.overrides.task if key_of(one) not in fixed_keys)
         before, title = read_cell(folder), " ".join(swept) or "(one)"
         if before is not None and (before.swept, sorted(before.fixed)) != (swept, sorted(fixed)):
-            return self._end(f"{title} failed: {folder} holds another cell: choose another hydra.sweep.dir", math.nan)
+            return self._end(f"{title} failed: {folder} holds another run: choose another hydra.sweep.dir", math.nan)
         if before is not None and before.state == "finished":
-            print(f"cell    {title}: finished before", flush=True)
+            print(f"run     {title}: finished before", flush=True)
             return read_run(folder).final(self.objective)
         stopping = Path(hydra.sweep.dir) / STOPPING
         if stopping.exists():
             raise KeyboardInterrupt
-        print(f"cell    {title} -> {folder}", flush=True)
+        print(f"run     {title} -> {folder}", flush=True)
         began, cell = time.monotonic(), Cell(swept, fixed, "running")
         write_cell(folder, cell)
         place = [f"output_dir={quoted(str(folder))}"] if self.foldered else []
@@ -90,7 +90,7 @@ class RunCell:
         return self._end(f"{title} finished in {seconds:.0f} s{told}", value, missing)
 
     def _end(self, line: str, value: float, missing: str = "") -> float:
-        print(f"cell    {line}", flush=True)
+        print(f"run     {line}", flush=True)
         if self.raises and math.isnan(value):
             raise MetaTTTError(missing or line)
         return value
