@@ -1,8 +1,8 @@
 """C++ sources compiled on first use by the system's compiler, for the processor at hand, and loaded with ctypes.
 
 What was compiled stays in a folder of the user's cache under a name that depends on the sources, the compiler, its
-options and the processor: another process loads it again, and nothing stale is ever loaded. Where nothing can be
-compiled, `load` returns None, and a warning says so once for each operation.
+options, the processor, and on the library itself: another process loads it again, and nothing stale or damaged is ever
+loaded. Where nothing can be compiled, `load` returns None, and a warning says so once for each operation.
 """
 
 from __future__ import annotations
@@ -55,22 +55,23 @@ def _compiled(source: Path, defines: list[str]) -> Path:
     about = [*OPTIONS, str(PROCESSOR_OPTIONS), *defines, *compiler, version, _processor()]
     about += [path.read_text(encoding="utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
     digest = hashlib.sha256("\0".join(about).encode()).hexdigest()
-    name = f"{source.parent.name}-{digest[:24]}.so"
+    name = f"{source.parent.name}-{digest[:24]}-%s.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metattt" / "native"
-    library = folder / name
-    if library.exists():
-        return library
+    for library in folder.glob(name % "*"):
+        if library.name == name % _digest(library):  # a damaged one would end each process that calls it
+            return library
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:  # several processes may compile it: the last one wins
-        made = Path(scratch) / name
+        made = Path(scratch) / "made.so"
         for options in PROCESSOR_OPTIONS:
             run = _run([*compiler, *OPTIONS, *options, *defines, str(source), "-o", str(made)], timeout=300)
             if run.returncode == 0:
-                with open(made, "rb") as file:  # one cut off by a crash would end each process that calls it
-                    os.fsync(file.fileno())
-                os.replace(made, library)
-                return library
+                return made.replace(folder / (name % _digest(made)))
     raise RuntimeError(f"{shlex.join(compiler)} failed: {run.stderr.strip()[:500]}")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
