@@ -18,7 +18,7 @@ from metattt.composition.aliases import NOT_SET_THERE
 from metattt.composition.announced import announced
 from metattt.composition.choices import choices, defaults, file_of, groups, parse_yaml
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, LAYERS
-from metattt.composition.signatures import Unreadable, constructor, registered, registering
+from metattt.composition.signatures import Unreadable, constructor, explained, registered, registering
 from metattt.errors import MetaTTTError, shown
 from metattt.registry import literals
 
@@ -94,7 +94,7 @@ class _Composed:
         chosen: the name for each group.
         values: the keys, nested.
         allowed: dotted key -> the values of its `Literal`.
-        said: dotted key -> what a comment says of it.
+        said: dotted key -> what a comment says of it, or where none does, the docstring of the class.
     """
 
     def __init__(self, job: str, folders: Sequence[Traversable], given: Mapping[str, str]):
@@ -180,9 +180,13 @@ class _Composed:
     def _schema(self, group: str, name: str, package: str) -> None:
         """The parameters of a constructor, those without a default as `???`."""
         with suppress(Unreadable):  # only an import could tell
-            for one in _parameters(self.job, group, name):
+            target = _class_of(self.job, group, name)
+            told = explained(*target)
+            for one in constructor(*target):
+                key = f"{package}.{one.name}"
                 self._node(package)[one.name] = "???" if one.default is Parameter.empty else one.default
-                self.allowed[f"{package}.{one.name}"] = literals(one.annotation)
+                self.allowed[key] = literals(one.annotation)
+                self.said.setdefault(key, told.get(one.name, ""))
 
     def _comments(self, text: str, package: str, group: str) -> None:
         """What a file says of keys: behind them, or in lines `# key, key  text` of their own."""
@@ -205,21 +209,21 @@ class _Composed:
                 self.said |= here
 
 
-def _parameters(job: str, group: str, name: str) -> list[Parameter]:
-    """Of the constructor that is registered under a name, in our packages or an installed one.
+def _class_of(job: str, group: str, name: str) -> tuple[str, str]:
+    """Module and name of the class that is registered under a name, in our packages or an installed one.
 
     Raises:
         Unreadable: it is not found in a source.
     """
     if group == "layer" and name in LAYERS:
-        return constructor(*LAYERS[name])
+        return LAYERS[name]
     packages = [*COMPONENTS, *JOB_COMPONENTS.get(job, ()), *(one.value for one in announced("metattt.components"))]
     for package in sorted(packages, key=lambda one: one != f"metattt.{group}s"):  # where it most likely is
         with suppress(Unreadable):
             for module, text in registering(package):
                 for one in registered(module) if re.search(rf"""["']{name}["']""", text) else ():
                     if (one.group, one.name) == (group, name):
-                        return one.parameters
+                        return module, one.target.rpartition(".")[2]
     raise Unreadable(f"{group}={name}")
 
 

@@ -11,6 +11,7 @@ import builtins
 import collections.abc
 import importlib.util
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 from contextlib import suppress
@@ -87,6 +88,26 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
             raise Unreadable(f"{module}.{name}")
         home, node = _class(home, base)
     return parameters(settings)
+
+
+def explained(module: str, name: str) -> dict[str, str]:
+    """What the docstrings of a class and of its bases say of each argument: the first sentence.
+
+    Raises:
+        Unreadable: as `registered`.
+    """
+    home, node = _class(module, name)
+    found: dict[str, str] = {}
+    for base in reversed(node.bases):
+        if isinstance(base, ast.Name):
+            with suppress(Unreadable):  # a class of a library
+                found |= explained(home, base.id)
+    said = re.split(r"\n(?:Attributes|Returns|Raises):\n", ast.get_docstring(node) or "")[0]
+    for names, text in re.findall(r"^ {4,8}(\w+(?:, \w+)*): (.+(?:\n {5,}(?!\w+: ).+)*)", said, re.MULTILINE):
+        sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".")
+        if not sentence.startswith("see `"):
+            found |= dict.fromkeys(names.split(", "), sentence)
+    return found
 
 
 @cache

@@ -69,8 +69,9 @@ class Reconstruction(Task):
         feature_map: applied to q and k; `elu` is elu(x) + 1.
         normalize_qk: scale q and k to unit length.
         bias: biases in the projections.
-        corruption: replace the training view by a noisy one: `noise` adds `corruption_rate` times a standard normal,
-            `mask` zeroes that share of its entries. The labels and the test view stay clean.
+        corruption: replace the training view by one with `noise`, or with a `mask` of zeros. The labels and the test
+            view stay clean.
+        corruption_rate: factor of the standard normal that is added, or share of the entries that are masked.
         seed: seed of the corruption. None draws a new one for every sequence; it is part of the state.
         loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, `huber` per feature, both
             summed over the width, `cosine` 1 − cos(f(k), v), or of MIRAS (arXiv 2504.13173): `lp` ‖f(k) − v‖_p^p,
