@@ -212,7 +212,7 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"rule": BlockMomentum()}, "gates that depend on the token"),
-    ({"rule": GradientDescent()}, "with every token"),
+    ({"rule": GradientDescent()}, "give one that moves the weights once per mini-batch"),
     ({"rule": momentum(read="committed")}, "read=committed"),
     ({"fast": "everything"}, "names no parameter"),
     ({"fast": ["blocks.0.ffn.*", "block.1.*"]}, "fast=block.1.*"),
