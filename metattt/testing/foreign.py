@@ -182,6 +182,16 @@ def states(subject: Subject) -> float:
         return distance(subject(later, state)[0], expected)
 
 
+@torch.no_grad()
+def borrowed(subject: Subject) -> float:
+    """A call does not write to the tokens, mask and reset that it is given: they are the caller's."""
+    x = subject.tokens()
+    marks = {name: x[..., 0] > 0 for name in ("mask", "reset") if getattr(subject, f"has_{name}")}
+    kept = copy.deepcopy([x, *marks.values()])
+    subject(x, **marks)
+    return max(distance(now.double(), then.double()) for now, then in zip([x, *marks.values()], kept, strict=True))
+
+
 def derivatives(subject: Subject) -> float:
     """Gradients equal central differences, along one direction for the tokens and one for every parameter."""
     x = subject.tokens(subject.period + 5)
@@ -230,6 +240,7 @@ LAWS: dict[str, tuple[Callable[[Subject], float], float]] = {
     "padding changes nothing": (padding, EXACT),
     "packed = separate": (resets, EXACT),
     "later calls do not change a state": (states, EXACT),
+    "what a call is given stays as it is": (borrowed, 0.0),
     "gradients = finite differences": (derivatives, DIFFERENCES),
     "float32 = float64": (single, SINGLE),
 }

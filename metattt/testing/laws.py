@@ -198,14 +198,14 @@ def limits(spec: Specimen) -> float:
 
 
 def round_trips(spec: Specimen) -> float:
-    """`state_dict`, deep copies and saved states give back the same layer and the same state; states move between
-    devices."""
+    """`state_dict`, deep copies, evaluation mode and saved states give back the same layer and the same state; states
+    move between devices."""
     layer = spec.make()
     x = spec.tokens()
     before, cut = run(layer, x), layer.optimizer.mini_batch_size + 1
     fresh = spec.make(seed=4)
     fresh.load_state_dict(layer.state_dict())
-    twin = copy.deepcopy(layer)
+    twin = copy.deepcopy(layer).eval()  # what is trained is what is evaluated
     worst = max(distance(run(other, x).y, before.y) for other in (fresh, twin))
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -294,7 +294,7 @@ LAWS: dict[str, Law] = {
         Law("limits", "b = 1 online, b >= T batch", limits, 1e-9),
         Law("masks", "padding changes nothing", masks, 1e-9),
         Law("packing", "packed = separate", packing, 1e-9),
-        Law("round_trips", "copies and saved states", round_trips, 1e-12),
+        Law("round_trips", "copies, saved states, eval()", round_trips, 1e-12),
         Law("aliasing", "later calls do not change a state", aliasing, 0.0),
         Law("threads", "threads do not interfere", threads, 1e-9),
         *(

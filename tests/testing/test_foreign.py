@@ -35,6 +35,8 @@ class Decay(nn.Module):
         s = x.new_zeros(len(x), DIM) if state is None else state
         if self.fault == "state" and state is not None:
             state.mul_(0.5)
+        if self.fault == "tokens" and mask is not None:
+            x.masked_fill_(~mask.unsqueeze(-1), 0)
         if self.fault == "split" and x.shape[1] > 1:
             s = torch.zeros_like(s)
         read = self.w(x.float().to(x.dtype) if self.fault == "precision" else x)
@@ -64,6 +66,7 @@ class Decay(nn.Module):
 
 FAULTS = {
     "state": "later calls do not change a state",
+    "tokens": "what a call is given stays as it is",
     "split": "splits agree",
     "future": "no later token is seen",
     "batch": "alone = in a batch",
