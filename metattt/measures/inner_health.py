@@ -30,8 +30,8 @@ class Health(NamedTuple):
         rising: `[H, n]` share of tokens whose loss is larger after than before.
         worse: `[H, n]` share of tokens whose loss before their own step is larger than with W0: what was learned from
             the tokens before them harms.
-        eta: `[H]` largest |η| of a token.
-        alpha: `[H]` largest α of a token.
+        eta: `[H]` largest |η κ| of a token.
+        alpha: `[H]` largest α of a token, or of one of its channels.
         tau: `[1 or H, b]` token steps.
         tokens: T, of the sequences that were read.
     """
@@ -91,9 +91,11 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
     views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
     eta = gates.eta if gates.eta.ndim == 3 else gates.eta.abs().amax(-1)  # of the pairs of a token
     eta = eta if gates.weight_lr is None else eta * gates.weight_lr.abs().amax(-1)
+    eta = eta if gates.kappa is None else eta * gates.kappa
     gate = getattr(rule, "decay_gate", None)  # some rules hand on its logits
     alpha = gate(x) if gate is not None else None
     alpha = gates.alpha if alpha is None else alpha
+    alpha = alpha if gates.decay is None else gates.decay.exp().amax(-1)
     if rule.read == "final":
         losses = inner_losses(layer, x).unsqueeze(-1)  # [steps + 1, H, 1]
         before, after = losses[0], losses[-1]

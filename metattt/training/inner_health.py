@@ -119,8 +119,8 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
             )
     if (bad := health.eta < DEAD_RATE).any():
         larger = "optimizer.base_lr=1 (now 0)" if rate == 0 else "a lower training.lr, or a larger optimizer.base_lr"
-        most = health.eta[bad].max()
-        found["eta"] = f"{_heads(bad)} learns nothing: η is at most {most:.1g} for every token: try {larger}"
+        most, step = health.eta[bad].max(), "η" if getattr(rule, "write", "none") == "none" else "η κ"
+        found["eta"] = f"{_heads(bad)} learns nothing: {step} is at most {most:.1g} for every token: try {larger}"
     decay = str(getattr(rule, "decay", ""))
     # rates of decay are drawn: heads are meant to differ, and the least α that one begins with is no fault
     least = math.exp(-RATES[decay][1] * STEPS[1]) if decay in RATES else FORGETTING

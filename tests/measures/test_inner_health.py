@@ -69,14 +69,15 @@ def test_steps_that_are_too_long_are_seen() -> None:
     assert kinds(build("layer=ttt_linear", *SIZES, "optimizer.base_lr=-1").eval(), x)[:1] == ["rising"]
 
 
-@pytest.mark.parametrize("layer", ["ttt_mlp", "titans", "nested_transformer"])
+@pytest.mark.parametrize("layer", ["ttt_mlp", "titans", "nested_transformer", "mdn"])
 def test_one_head_is_named(layer: str) -> None:
     made = build(f"layer={layer}", *SIZES, "optimizer.base_lr=1").eval()
+    rule: Any = made.optimizer
+    step, gate = ("η κ", rule.write_gate) if layer == "mdn" else ("η", SimpleNamespace(bias=rule.lr_bias, weight=rule.lr_weight))
     with torch.no_grad():
-        made.optimizer.lr_bias[0] = -200.0
-        made.optimizer.lr_weight[0] = 0.0
+        gate.bias[0], gate.weight[0] = -200.0, 0.0
     found = dict(complaints(layer_health(made, torch.randn(2, 16, 16)), made))
-    assert found["eta"].startswith("head 0 learns nothing: η is at most")
+    assert found["eta"].startswith(f"head 0 learns nothing: {step} is at most")
 
 
 def test_dead_gates_are_named_with_their_places() -> None:
@@ -97,12 +98,12 @@ def test_dead_gates_are_named_with_their_places() -> None:
         assert found["alpha"].startswith("head 1 forgets: α is at most 0.0") and "optimizer.decay_init=0.99" in found["alpha"]
 
 
-@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2"])
+@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2", "kda"])
 def test_rates_of_decay_that_are_drawn_are_no_fault_but_dead_ones_are(name: str) -> None:
     layer, x = build(f"layer={name}", "dim=16", "num_heads=2").eval(), torch.randn(2, 16, 16)
-    gate: Any = layer.optimizer.decay_gate  # type: ignore[union-attr]
+    gate: Any = getattr(layer.optimizer, "decay_gate", layer.optimizer)
     with torch.no_grad():
-        gate.weight.zero_()
+        (gate.up if name == "kda" else gate.weight).zero_()
         gate.bias.fill_(math.log(math.expm1(0.09)))  # Δ and A near the most that are drawn: α = 0.24
         gate.log_rate.fill_(math.log(16))
     assert "alpha" not in kinds(layer, x)
