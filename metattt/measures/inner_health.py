@@ -128,13 +128,9 @@ def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tenso
             seen.setdefault(mark, []).append(tuple(_losses(loop, one, token, accum_dtype) for one in weights))
     whole = [[torch.cat(values, 2) for values in zip(*losses, strict=True)] for losses in seen.values()]
     start, before, after = (torch.stack(values) for values in zip(*whole, strict=True))  # [mini-batches, B, H, n]
-    rising, worse = ~(after <= before), ~(before <= start)  # NaN is no progress either
-    return (
-        before.mean((0, 1)),
-        after.mean((0, 1)),
-        rising.to(accum_dtype).mean((0, 1)),
-        worse.to(accum_dtype).mean((0, 1)),
-    )
+    measured = (before, after, ~(after <= before), ~(before <= start))  # NaN is no progress either
+    before, after, rising, worse = (one.to(accum_dtype).mean((0, 1)) for one in measured)
+    return before, after, rising, worse
 
 
 def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, accum_dtype: torch.dtype) -> Tensor:

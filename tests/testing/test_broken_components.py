@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,21 +40,24 @@ class WrongAlgebra(GradientDescent):
         return right._replace(advance={base: (factors, 2 * weight) for base, (factors, weight) in right.advance.items()})
 
 
-class Detached(Reconstruction):
-    """A label view that the outer loop cannot see."""
+class Changed(Reconstruction):
+    """Views of which `change` makes something else."""
+
+    def __init__(self, change: Callable[[Any, Views, Tensor], dict[str, Tensor]]):
+        super().__init__()
+        self.change = change
 
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         views, state = super().views(x, state, ctx)
-        return views._replace(v=views.v.detach()), state
+        return views._replace(**self.change(self, views, x)), state
 
 
-class CallPositions(Reconstruction):
-    """Counts positions from the start of the call instead of the document."""
-
-    def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        views, state = super().views(x, state, ctx)
-        place = torch.arange(x.shape[1], dtype=x.dtype).view(1, 1, -1, 1)
-        return views._replace(q=views.q + place.sin()), state
+Detached = partial(Changed, lambda task, views, x: {"v": views.v.detach()})  # the outer loop cannot see it
+# counts positions from the start of the call instead of the document
+CallPositions = partial(Changed, lambda task, views, x: {"q": views.q + torch.arange(x.shape[1]).view(-1, 1).sin()})
+OnlyTrained = partial(Changed, lambda task, views, x: {"k": views.k * (1 if task.training else 0.9)})
+# adds and subtracts a large number: nothing in fp64, all digits in bf16
+LosesDigits = partial(Changed, lambda task, views, x: {"q": views.q + 300 - 300, "v": views.v + 300 - 300})
 
 
 class Foresight(GradientDescent):
@@ -101,22 +105,6 @@ class Unsaved(Reconstruction):
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         views, state = super().views(x, state, ctx)
         return views._replace(q=views.q * self.__dict__["rotation"]), state
-
-
-class OnlyTrained(Reconstruction):
-    """Reads another key in evaluation."""
-
-    def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        views, state = super().views(x, state, ctx)
-        return views._replace(k=views.k * (1 if self.training else 0.9)), state
-
-
-class LosesDigits(Reconstruction):
-    """Adds and subtracts a large number: nothing in fp64, all digits in bf16."""
-
-    def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        views, state = super().views(x, state, ctx)
-        return views._replace(q=views.q + 300 - 300, v=views.v + 300 - 300), state
 
 
 class LendsParameters(Reconstruction):
@@ -207,12 +195,9 @@ def test_law_can_fail(law: str, part: Callable[[], Any]) -> None:
     assert verdict.error > 0
 
 
-def orthogonal() -> InnerOptimizer:
-    return BlockMomentum(4, base_lr=0.5, orthogonalize=True, row_norm=True, pool="gates")
-
-
 @pytest.mark.parametrize(("law", "learner", "task"), [("forms_float32", RawTable, Reconstruction), ("precision_outputs", MLP, LosesDigits)])
 def test_a_sensitive_rule_does_not_excuse_a_fault(law: str, learner: Any, task: Any) -> None:
+    orthogonal = partial(BlockMomentum, 4, base_lr=0.5, orthogonalize=True, row_norm=True, pool="gates")
     assert LAWS[law].judge(Specimen(learner, task, orthogonal)).failed
 
 

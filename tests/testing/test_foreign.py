@@ -27,7 +27,6 @@ class Decay(nn.Module):
         self.fault = fault
         self.w, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
         self.a = nn.Parameter(torch.tensor(0.7))
-        self.calls = 0
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, mask: Tensor | None = None, reset: Tensor | None = None
@@ -60,6 +59,7 @@ class Decay(nn.Module):
             decayed = a * s if self.fault == "pad decays" else s
             s = torch.where(keep > 0, after, decayed)
             outputs.append(self.v(s))
+        self.kept = s.sum()  # as a loss of the layer's own would be
         y = torch.stack(outputs, dim=1)
         return (y.double() if self.fault == "type" else y), s
 
