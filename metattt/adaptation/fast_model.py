@@ -200,7 +200,7 @@ class FastModel:
             down, up = (self._values[key + end].squeeze(1).to(x.dtype) for end in (DOWN, UP))
             _check_rows(key, x, len(down))
             flat = x.reshape(len(down), -1, x.shape[-1])  # [B, T, d_in]; one document may come in any shape
-            return y + (flat @ down.mT @ up.mT).view_as(y)
+            return torch.baddbmm(y.reshape(len(down), -1, y.shape[-1]), flat @ down.mT, up.mT).view_as(y)
 
         def whole(x: Tensor) -> Tensor:
             if not self._values:

@@ -55,7 +55,7 @@ def _clipped(gradients: list[Tensor], most: float | None) -> list[Tensor]:
     """`g · min(1, c / ‖g‖)`, with one norm for each sequence."""
     if most is None:
         return gradients
-    squared = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
+    squared = torch.stack([g.square().sum(tuple(range(1, g.ndim))) for g in gradients]).sum(0)
     # [B]; 1 exactly where nothing is clipped, or nearly
     factor = most * squared.clamp(min=most**2).rsqrt()
     return [g * expand_like(factor, g) for g in gradients]

@@ -307,13 +307,13 @@ class Adam(BlockRule):
         after: Memory = {slot: {} for slot in ("commit", *self.own_slots)}
         for name, x in memory["update"].items():
             commit, first, second, age = (memory[slot][name] for slot in after)
-            first = self.beta1 * first + (1 - self.beta1) * x
-            second = self.beta2 * second + (1 - self.beta2) * x.square()
+            first = (self.beta1 * first).add(x, alpha=1 - self.beta1)
+            second = (self.beta2 * second).addcmul(x, x, value=1 - self.beta2)
             count = expand_like(age + 1, x)
             mean = first / (1 - self.beta1**count)
             # The root has no derivative at 0: the floor keeps the outer gradient finite.
             root = (second / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
-            moved = commit + self.size * mean / (root + self.eps)
+            moved = torch.addcdiv(commit, mean, root + self.eps, value=self.size)
             for slot, value in zip(after, (moved, first, second, age + 1), strict=True):
                 after[slot][name] = value
         return after
