@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner import packing
 from metattt.layer import TTTLayer
 from metattt.learners import Linear, kernel_estimator
-from metattt.optimizers import GradientDescent
+from metattt.optimizers import BlockRule, GradientDescent
 from metattt.tasks import Reconstruction
 
 
@@ -22,29 +24,32 @@ def layer() -> TTTLayer:
     return TTTLayer(16, 2, task, Linear(), rule, form="dual")
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """Has a 1 for every call of a function from now on."""
+    calls, function = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: calls.append(1) or function(*given))
+    return calls
+
+
 def test_a_model_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = compose(
-        "preset=tiny", "layer=ttt_linear", "dim=16", "num_heads=2", "model.num_layers=3", job="language_model"
-    )
-    model = instantiate_model(cfg)
-    planned = []
-    make_layout = packing.make_layout
-    monkeypatch.setattr(packing, "make_layout", lambda *args: planned.append(1) or make_layout(*args))
-    ids = torch.randint(256, (2, 40))
+    cfg = compose("preset=tiny", "layer=ttt_linear", "dim=16", "num_heads=2", "model.num_layers=3", job="language_model")
+    model, planned = instantiate_model(cfg), counted(monkeypatch, packing, "make_layout")
     with torch.no_grad():
-        model.step(ids, None, torch.rand(2, 40) > 0.2, torch.rand(2, 40) > 0.9)
+        model.step(torch.randint(256, (2, 40)), None, torch.rand(2, 40) > 0.2, torch.rand(2, 40) > 0.9)
     assert len(planned) == 1
 
 
-def test_token_steps_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    token_steps = GradientDescent.token_steps
-    monkeypatch.setattr(GradientDescent, "token_steps", lambda self: calls.append(1) or token_steps(self))
-    made, x = layer(), torch.randn(1, 128, 16)
-    calls.clear()
+def test_token_steps_and_commits_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = layer(), torch.randn(2, 128, 16)
+    steps, commits = counted(monkeypatch, GradientDescent, "token_steps"), counted(monkeypatch, BlockRule, "commit")
+    titans = metattt.build("titans", "optimizer.mini_batch_size=4", dim=16, num_heads=2)
     with torch.no_grad():
         made(x)
-    assert len(calls) <= 2
+        state = titans(x[:, :8], mask=torch.arange(8) < torch.tensor([[5], [6]]))[1]  # at places 1 and 2
+        commits.clear()
+        for token in x[:, :5].split(1, 1):  # one sequence ends a mini-batch with the second of them, one with the third
+            state = titans(token, state)[1]
+    assert len(steps) <= 2 == len(commits)
 
 
 def test_a_reset_on_padding_is_never_dropped() -> None:
