@@ -81,7 +81,7 @@ def generate(cfg: DictConfig) -> None:
         seed=chosen.seed,
         compiled=chosen.compile,
     )
-    _write(chosen.prompt)
+    print(chosen.prompt, end="", flush=True)
     started = first = time.perf_counter()
     count = 0
     try:
@@ -89,14 +89,14 @@ def generate(cfg: DictConfig) -> None:
             if not count:
                 first = time.perf_counter()
             count += 1
-            _write(text.add(int(token)))
+            print(text.add(int(token)), end="", flush=True)
             if text.ended:
                 break
     except NotFinite as error:
-        _write("\n")
+        print(flush=True)
         raise MetaTTTError(f"{chosen.checkpoint}, after {count} tokens: {error}") from error
     ended = time.perf_counter()
-    _write(text.finish() + "\n")
+    print(text.finish(), flush=True)
     speed = f", then {(count - 1) / (ended - first):.1f} tokens/s" if count > 1 else ""
     print(f"{count} tokens; prompt of {len(ids)} tokens read in {first - started:.2f} s{speed}", file=sys.stderr)
 
@@ -158,8 +158,3 @@ def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, 
             for prompt, text in zip(batch, texts, strict=True):
                 file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=not unicode) + "\n")
             file.flush()
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
