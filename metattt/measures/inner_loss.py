@@ -130,8 +130,9 @@ def _mini_batches(layer: TTTLayer, x: Tensor, state: State | None) -> Iterator[C
         slow, found = {name: value.to(k.dtype) for name, value in learner.slow.items()}, {}
         with torch.autocast(k.device.type, enabled=False):
             for name, fast in zip(("init", "step_0", "step_1"), weights, strict=True):
-                # all tokens of the mini-batch are predicted: a learner that mixes tokens sees those before the last one
-                predicted = learner.predict(FastWeights(fast, slow, tokens.k.dtype), k)[:, :, -1]
+                # a learner that mixes tokens sees those before the last one
+                asked = k if learner.mixes_tokens else k[:, :, -1:]
+                predicted = learner.predict(FastWeights(fast, slow, tokens.k.dtype), asked)[:, :, -1]
                 found[name] = (predicted - v[:, :, -1]).square().mean()
         target = v - k if learner.residual else v
         yield {**found, "last": target[:, :, -1], "sum": target.sum(2)}
