@@ -31,6 +31,7 @@ from metattt.models.published import Side, flatten, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
 
 PREFIX = "model."  # of the model's parameters in a run's state_dict, and for Transformers
+CLASSIFIER = "head.logits."  # of the parameters that give a model for images its classes
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 EXPORTED = "metattt"  # the entry of a config.json of Transformers with the record of a model of ours
 
@@ -164,10 +165,11 @@ def load_model(
     return model.to(device).eval(), found.about.config
 
 
-def fill(model: LanguageModel, found: Weights, complaint: str) -> None:
+def fill(model: LanguageModel, found: Weights, complaint: str, new_classes: bool = False) -> None:
     """Gives a model, whole or divided among processes, the weights of a model alike. Buffers may be absent: the model
-    computes them. Names or shapes that do not fit raise an error that begins with `complaint`."""
-    given = _compared(model, found, complaint)
+    computes them. Names or shapes that do not fit raise an error that begins with `complaint`; with `new_classes`, the
+    classifier of a model with another number of classes stays as it is."""
+    given = _compared(model, found, complaint, CLASSIFIER if new_classes else None)
     check_numbers(((name, given[name]) for name, _ in model.named_parameters() if name in given), found.about.path)
     absent = model.state_dict().keys() - given.keys()
     if isinstance(model, FSDPModule):
@@ -176,10 +178,12 @@ def fill(model: LanguageModel, found: Weights, complaint: str) -> None:
         model.load_state_dict(given, strict=not absent)
 
 
-def _compared(model: LanguageModel, found: Weights, complaint: str) -> dict[str, Any]:
-    """The weights by every name that the model has for them."""
+def _compared(model: LanguageModel, found: Weights, complaint: str, but: str | None = None) -> dict[str, Any]:
+    """The weights by every name that the model has for them; not those of other shapes whose names begin with `but`."""
     given: dict[str, Any] = dict(found.tensors)
     state = model.state_dict()
+    others = {x for x in given.keys() & state.keys() if but and x.startswith(but) and given[x].shape != state[x].shape}
+    given, state = ({x: one[x] for x in one if x not in others} for one in (given, state))
     if not found.of_run:  # a tied parameter is saved once there
         given |= _tied(model, given)
     missing = state.keys() - given.keys() - {name for name, _ in model.named_buffers()}

@@ -70,7 +70,7 @@ class Builder:
         """The steps after the random parameters: loading weights of another run, and compilation."""
         if self.weights is not None:
             complaint = f"init_from={self.weights} does not fit this model"
-            fill(model, read_weights(self.weights, modules(self.cfg.trust)), complaint)
+            fill(model, read_weights(self.weights, modules(self.cfg.trust)), complaint, new_classes=True)
         if self.cfg.compile is True:
             compile_blocks(model)
 
@@ -87,6 +87,8 @@ def differences(cfg: DictConfig, weights: str, tokenizer: str | None) -> str | N
     changed = [
         f"{key} {value} (there {theirs[key]})" for key, value in ours.items() if key in theirs and value != theirs[key]
     ]
+    if any(change.startswith("num_classes ") for change in changed):
+        changed.append("a new classifier")
     if None not in (tokenizer, found.tokenizer) and tokenizer != found.tokenizer:
         changed.append("another tokenizer (its tokens stand for other text)")
     return f"weights of {weights}, but here with {', '.join(changed)}" if changed else None

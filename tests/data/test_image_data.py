@@ -24,6 +24,7 @@ from runs_for_tests import Killed, after_step, log
 from torch import Tensor
 
 from metattt.checkpoints.files import find_checkpoint
+from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.base import Place
@@ -252,6 +253,18 @@ def test_a_folder_trains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert train(compose(*settings(folder, tmp_path / "run", "trainer.precision=bf16-mixed"))) == 0
     assert (tmp_path / "run" / "loss_curve.png").is_file()
     assert not any(word in capsys.readouterr().out for word in ("warm-up", "classes"))
+
+
+def test_weights_go_on_with_other_classes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The classifier begins anew, which is said; of the rest every tensor is taken, or nothing is."""
+    assert train(compose(*settings(folder, tmp_path / "run", "model.num_classes=3"))) == 0
+    start = (f"init_from={tmp_path / 'run'}", "training.lr=1e-12", "trainer.max_steps=1")
+    capsys.readouterr()
+    assert train(compose(*settings(folder, tmp_path / "other", *start))) == 0
+    assert "num_classes 2 (there 3), a new classifier" in " ".join(capsys.readouterr().out.split())
+    before, after = (read_checkpoint(tmp_path / name)["state_dict"] for name in ("run", "other"))
+    torch.testing.assert_close({x: after[x] for x in after if "logits" not in x}, {x: before[x] for x in after if "logits" not in x})
+    refusal(lambda: train(compose(*settings(folder, tmp_path / "wide", *start, "dim=32"))), "does not fit this model")
 
 
 def test_settings_of_imagenet_that_a_small_folder_keeps_are_told(
