@@ -157,7 +157,7 @@ class CausalConv(nn.Module):
             same = (document == document[..., -1:]).unsqueeze(-1)
             if plain and padded.device.type == "cpu":
                 row, token = (~same[:, :, 0, 0]).nonzero(as_tuple=True)  # what sees two documents is computed once more
-                taps = token.unsqueeze(1) + torch.arange(width)
+                taps = token.unsqueeze(1) + torch.arange(width, device=token.device)
                 seen = padded[row.unsqueeze(1), taps].where(same[row, token], 0)
                 alone = ctx._replace(first=None)
                 y = self.convolve(padded, alone)

@@ -140,9 +140,11 @@ def test_autocast_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_tensors_without_numbers(name: str) -> None:
-    """Shapes, costs and memory are found out on the meta device or with fake tensors: nothing may read a number."""
+    """Shapes, costs and memory are found out on the meta device or with fake tensors: nothing may read a number. And
+    tokens of a CPU stay there where torch makes tensors on another device by default."""
     layer = metattt.build(f"layer={name}", dim=32, num_heads=2, seed=0)
-    for device, around in (("cpu", FakeTensorMode(allow_non_fake_inputs=True)), ("meta", nullcontext())):
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    for device, around in (("cpu", torch.device("meta")), ("cpu", fake), ("meta", nullcontext())):
         layer.to(device)
         with around:
             x = torch.randn(2, 36, 32, device=device)

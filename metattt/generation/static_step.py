@@ -266,4 +266,4 @@ def _with(state: Any, tensors: Sequence[Tensor]) -> Any:
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
     """A copy of `x` with the strides of `like`."""
-    return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype).copy_(x)
+    return x.new_empty_strided(x.shape, like.stride()).copy_(x)

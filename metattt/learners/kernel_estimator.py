@@ -101,7 +101,7 @@ class KernelEstimator(NonParametric):
             k, v = torch.cat([state["k"].to(k.dtype), k], dim=2), torch.cat([state["v"].to(v.dtype), v], dim=2)
         bounds = [(0, 0, count)]
         if ctx.first is not None and not state and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            starts = torch.arange(0, count, PIECE)  # pieces of the call, and where their oldest document begins
+            starts = torch.arange(0, count, PIECE, device="cpu")  # pieces, and where their oldest document begins
             bounds = torch.stack([starts - ctx.positions[:, starts].amax(0), starts, starts + PIECE], dim=1).tolist()
         ys = []
         for begun, start, end in bounds:

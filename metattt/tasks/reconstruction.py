@@ -42,7 +42,7 @@ FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": 
 @made_once
 def _known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
     """For the first `count` positions `[count, 2, width]`: what features are multiplied by, and their neighbours."""
-    cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
+    cos, sin = rotary_table(torch.arange(count, device="cpu").unsqueeze(0), width, theta, dtype)
     pairs = torch.stack([cos, cos], -1), torch.stack([-sin, sin], -1)
     return torch.stack([pair.flatten(-2) for pair in pairs], -2)[0, 0]
 

@@ -42,9 +42,7 @@ def advance(
     updated: list[Tensor] | None = None
     if not completes or count > 1:  # the last token of a mini-batch needs no M after it
         updated = before if donate_state and before is not None else [torch.empty_like(x) for x in start]
-    y = torch.empty_strided(
-        (batch, heads, count, width), (count * heads * width, width, heads * width, 1), dtype=k.dtype
-    )
+    y = k.new_empty_strided(k.shape, (count * heads * width, width, heads * width, 1))
     views = [rows(k), rows(v), rows(q), eta, y]
     norm, state = (given.slow["norm_scale"], given.slow["norm_bias"]), (start, committed, before, updated)
     _call(function, (batch, heads, count, given.size), phase, views, given.tau, norm, state)
