@@ -77,7 +77,7 @@ class SequenceLayer(Declared, ABC):
             self.check_state(x, state)
         y, state = self.run(x, state, packing, donate_state)
         if packing is not None:
-            y = packing.blank(y) if sorted_already else packing.restore(packing.blank(y))
+            y = packing.clear(y) if sorted_already else packing.restore(packing.clear(y))
         return y, state
 
     def learn(self, x: Tensor, state: Any = None, *, mask: Tensor | None = None, reset: Tensor | None = None) -> Any:
@@ -113,7 +113,7 @@ class SequenceLayer(Declared, ABC):
         if state is not None:
             self.check_state(x, state)
         y = self.answer(x, self.start(x, packing) if state is None else state, packing)
-        return y if packing is None else packing.restore(packing.blank(y))
+        return y if packing is None else packing.restore(packing.clear(y))
 
     def answer(self, x: Tensor, state: Any, packing: Packing | None = None) -> Tensor:
         """Outputs `[B, T, D]` of tokens that are not learned; arguments as of `run`.

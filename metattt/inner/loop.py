@@ -41,7 +41,6 @@ from metattt.inner.replay import begun_again, tail
 from metattt.inner.tokens import Block, Tokens, joined
 from metattt.inner.whole_call import closed, sized
 from metattt.memory import Memory, choose
-from metattt.modules import RECORDING, transformed
 from metattt.state import WHOLE_CALL, State, Tensors
 
 
@@ -152,10 +151,7 @@ class InnerLoop(Parts):
     ) -> tuple[Tensor | None, Memory, Memory]:
         """The inner steps on one block: predictions (if `read` names weights), the memory before the commit, and the
         memory after it."""
-        entering, rule, plan, y, complete = memory, self.rule, self.plan, None, block.commit
-        if isinstance(complete, Tensor) and complete.device.type == "cpu" and {*plan.slots} - {"pool"} <= memory.keys():
-            unread = torch.compiler.is_compiling() or transformed() or RECORDING.get()
-            complete = complete if unread or complete.any() else False  # no commit to compute and choose for nobody
+        entering, rule, plan, y = memory, self.rule, self.plan, None
         steps = rule.steps if rule.read != "final" else 1
         in_common = self.task.together and plan.form in SHARE and tokens.in_common
         size = plan.chunk or block.length  # tokens whose gradients are taken together
@@ -174,12 +170,12 @@ class InnerLoop(Parts):
                 phase = phase + piece.views.q.shape[2]
                 ys.append(y)
             before = memory
-            if "commit" in memory and (step < steps or complete is not False):  # `W_a ← W_t`
+            if "commit" in memory and (step < steps or block.commit is not False):  # `W_a ← W_t`
                 memory = rule.commit(before, block.filled)
-                if step == steps and isinstance(complete, Tensor):
-                    memory = choose(complete, memory, before, {**before, **memory})
+                if step == steps and isinstance(block.commit, Tensor):
+                    memory = choose(block.commit, memory, before, {**before, **memory})
         if plan.replays or steps > 1:
-            memory = _only_complete(entering, memory, complete)
+            memory = _only_complete(entering, memory, block.commit)
         if read is not None and len(ys) > 1:
             y = torch.cat(ys, dim=2)  # type: ignore[arg-type]
         return y, before, memory

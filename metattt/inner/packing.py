@@ -14,7 +14,7 @@ share one `Packing`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import Block, consecutive, each
-from metattt.modules import expand_like
+from metattt.modules import RECORDING, expand_like, transformed
 from metattt.state import Context, State
 
 
@@ -104,10 +104,6 @@ class Packing:
     def restore(self, y: Tensor) -> Tensor:
         """`y` `[B, T, ...]` back in the caller's columns."""
         return y if self.order is None else y.gather(1, expand_like(self.order.argsort(1), y).expand_as(y))
-
-    def blank(self, y: Tensor) -> Tensor:
-        """`y` `[B, T, D]` with zeros at padding."""
-        return y if self.valid is None else y * self.valid.unsqueeze(-1)
 
     def part(self, start: int, stop: int) -> Packing | None:
         """Of the sorted tokens `start` to `stop − 1` alone; None if all are real and no document starts among them."""
@@ -329,7 +325,7 @@ def _told_apart(
             x._replace(commit=commit if x.commit is True else False, filled=count, restart=again)
             for x, commit, count, again in zip(blocks, commits, filled, restarts, strict=True)
         ]
-    everywhere = [bool(commit.all()) for commit in commits]
+    ended: list[Any] = [True if x.all() else None if x.any() else False for x in commits]  # None: sequences differ
     some = [again is not None and bool(again.any()) for again in restarts]
     on_device = [_sent(torch.stack(list(rows)), device) if rows else None for rows in (commits, filled)]
     begun = [x for x, any_ in zip(restarts, some, strict=True) if any_ and x is not None]
@@ -337,7 +333,7 @@ def _told_apart(
     starts = iter(() if again is None else again)
     return [
         x._replace(
-            commit=x.commit is True and (everywhere[i] or on_device[0][i]),  # type: ignore[index]
+            commit=x.commit is True and (on_device[0][i] if ended[i] is None else ended[i]),  # type: ignore[index]
             filled=x.filled if bool((filled[i] == x.filled).all()) else on_device[1][i],  # type: ignore[index]
             restart=next(starts) if some[i] else None,
             whole=bool((commits[i] | (filled[i] == 0)).all()),
@@ -349,7 +345,10 @@ def _told_apart(
 def _single(ctx: Context, phase: Tensor, block: int) -> ColumnLayout:
     """One token per sequence, at different phases."""
     seen = torch.ones_like(phase) if ctx.valid is None else ctx.valid[:, 0].long()
-    return ColumnLayout([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, ctx.valid, None)
+    commit = (phase + seen == block) & (seen > 0)
+    known = commit.device.type == "cpu" and not (torch.compiler.is_compiling() or transformed() or RECORDING.get())
+    nobody = known and not commit.any()  # then a rule need not compute a commit that no sequence takes
+    return ColumnLayout([Block(1, phase, False if nobody else commit, phase + seen)], None, ctx.valid, None)
 
 
 def _unaligned(
