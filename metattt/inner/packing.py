@@ -14,7 +14,7 @@ share one `Packing`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -325,7 +325,7 @@ def _told_apart(
             x._replace(commit=commit if x.commit is True else False, filled=count, restart=again)
             for x, commit, count, again in zip(blocks, commits, filled, restarts, strict=True)
         ]
-    ended: list[Any] = [True if x.all() else None if x.any() else False for x in commits]  # None: sequences differ
+    everywhere = [bool(commit.all()) for commit in commits]
     some = [again is not None and bool(again.any()) for again in restarts]
     on_device = [_sent(torch.stack(list(rows)), device) if rows else None for rows in (commits, filled)]
     begun = [x for x, any_ in zip(restarts, some, strict=True) if any_ and x is not None]
@@ -333,7 +333,7 @@ def _told_apart(
     starts = iter(() if again is None else again)
     return [
         x._replace(
-            commit=x.commit is True and (on_device[0][i] if ended[i] is None else ended[i]),  # type: ignore[index]
+            commit=x.commit is True and (everywhere[i] or on_device[0][i]),  # type: ignore[index]
             filled=x.filled if bool((filled[i] == x.filled).all()) else on_device[1][i],  # type: ignore[index]
             restart=next(starts) if some[i] else None,
             whole=bool((commits[i] | (filled[i] == 0)).all()),
@@ -347,7 +347,8 @@ def _single(ctx: Context, phase: Tensor, block: int) -> ColumnLayout:
     seen = torch.ones_like(phase) if ctx.valid is None else ctx.valid[:, 0].long()
     commit = (phase + seen == block) & (seen > 0)
     known = commit.device.type == "cpu" and not (torch.compiler.is_compiling() or transformed() or RECORDING.get())
-    nobody = known and not commit.any()  # then a rule need not compute a commit that no sequence takes
+    # Decoding need not compute a commit that no sequence takes. (In training every parameter then has a derivative.)
+    nobody = known and not torch.is_grad_enabled() and not commit.any()
     return ColumnLayout([Block(1, phase, False if nobody else commit, phase + seen)], None, ctx.valid, None)
 
 
