@@ -165,11 +165,11 @@ def load_model(
     return model.to(device).eval(), found.about.config
 
 
-def fill(model: LanguageModel, found: Weights, complaint: str, new_classes: bool = False) -> None:
+def fill(model: LanguageModel, found: Weights, complaint: str, but: str | None = None) -> None:
     """Gives a model, whole or divided among processes, the weights of a model alike. Buffers may be absent: the model
-    computes them. Names or shapes that do not fit raise an error that begins with `complaint`; with `new_classes`, the
-    classifier of a model with another number of classes stays as it is."""
-    given = _compared(model, found, complaint, CLASSIFIER if new_classes else None)
+    computes them. Names or shapes that do not fit raise an error that begins with `complaint`; parameters of another
+    shape whose names begin with `but` stay as they are."""
+    given = _compared(model, found, complaint, but)
     check_numbers(((name, given[name]) for name, _ in model.named_parameters() if name in given), found.about.path)
     absent = model.state_dict().keys() - given.keys()
     if isinstance(model, FSDPModule):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from metattt.checkpoints.record import OF_TRAINING, modules
-from metattt.checkpoints.trained import fill, open_trained, read_weights
+from metattt.checkpoints.trained import CLASSIFIER, fill, open_trained, read_weights
 from metattt.composition.instantiate import instantiate_model
 from metattt.composition.keys import leaves
 from metattt.models.block import Block
@@ -70,7 +70,7 @@ class Builder:
         """The steps after the random parameters: loading weights of another run, and compilation."""
         if self.weights is not None:
             complaint = f"init_from={self.weights} does not fit this model"
-            fill(model, read_weights(self.weights, modules(self.cfg.trust)), complaint, new_classes=True)
+            fill(model, read_weights(self.weights, modules(self.cfg.trust)), complaint, CLASSIFIER)
         if self.cfg.compile is True:
             compile_blocks(model)
 

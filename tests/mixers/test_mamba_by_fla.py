@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.mixers import Mamba2
-from metattt.mixers import duality as by_fla
+from metattt.mixers import Mamba2, by_fla
 from metattt.mixers.duality import duality
 
 CALLS: list[int] = []
