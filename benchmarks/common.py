@@ -59,7 +59,7 @@ def exit_code(function: Callable[[Sequence[str]], int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped: the same command goes on from what is written", file=sys.stderr)
+        print("stopped: the same command resumes from what is written", file=sys.stderr)
         return 130
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels on one GPU, in stages: `python benchmarks/gpu.py correctness` (then times, peers, tuning).
 
 Every result is a line of `<output_dir>/gpu/<card>/results.jsonl`; what is there is not measured again, so the same
-command goes on where the last one stopped. Delete the file to measure anew. `python benchmarks/gpu.py report` makes the
+command resumes where the last one stopped. Delete the file to measure anew. `python benchmarks/gpu.py report` makes the
 page from what is there. A process measures a few results in turn; one that crashes or hangs costs one line, and another
 goes on.
 """
@@ -55,7 +55,7 @@ class Settings:
         decode_batch: sequences that decode one token at a time.
         programs: B·H of the calls whose launches are tuned, at the first of `num_heads`.
         limit: seconds of a process.
-        budget: seconds after which nothing is begun; the same command goes on from there.
+        budget: seconds after which nothing is begun; the same command resumes from there.
         parallel: processes that check at once; what is timed is timed alone.
         retry: whether to measure again what gave no result before.
         device: `cuda`; `cpu` under TRITON_INTERPRET=1, to try the script itself.

@@ -157,7 +157,7 @@ class Combined(SequenceLayer):
         for layer, own in zip(layers, before, strict=True):
             ctx = layer.call(x, own, packing).ctx
             views, gates, *_ = layer.tokens(x, own, ctx, projected)
-            found.append(layer.output(x, layer.answers(views, gates, own, ctx)))
+            found.append(layer.output(x, layer.predictions(views, gates, own, ctx)))
         return self.out(found[0] + self._by_head(x, found[1]))
 
     def _together(self, one: Tensor, two: Tensor) -> Tensor:

@@ -146,13 +146,13 @@ class TTTLayer(PlannedLayer):
         return self.inner.run(tokens, state._replace(task=task, optimizer=rule), call)
 
     def answer(self, x: Tensor, state: State, packing: Packing | None = None) -> Tensor:
-        """Outputs for tokens that are not learned; see `SequenceLayer.answer`."""
+        """Outputs for tokens that are read and not learned; see `SequenceLayer.answer`."""
         ctx = self.call(x, state, packing).ctx
         views, gates, *_ = self.tokens(x, state, ctx)
-        return self.output(x, self.answers(views, gates, state, ctx))
+        return self.output(x, self.predictions(views, gates, state, ctx))
 
-    def answers(self, views: Views, gates: Gates | DataGates, state: State, ctx: Context) -> Tensor:
-        """The same for queries of all heads, `[B, H, T, d]`."""
+    def predictions(self, views: Views, gates: Gates | DataGates, state: State, ctx: Context) -> Tensor:
+        """What the learners of all heads predict for those queries, `[B, H, T, d]`; `output` makes outputs of it."""
         if isinstance(self.learner, NonParametric):
             return self.of_data(self.learner.read, views, state.learner, ctx, gates)
         return read_only(self.inner, views.q, state, cast(Gates, gates).eta.dtype)

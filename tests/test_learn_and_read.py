@@ -75,7 +75,7 @@ def test_learned_then_read_is_a_call(name: str) -> None:
                 type(given)(*(None if x is None else x[:, :, t - 1 : t] for x in given)) for given in (views, gates)
             )
             ctx = layer.call(x[:, :1], state).ctx
-            found = layer.answers(own, of_token, state, ctx)
+            found = layer.predictions(own, of_token, state, ctx)
             torch.testing.assert_close(found, expected[:, :, t - 1 : t], rtol=1e-10, atol=1e-12)
 
 
@@ -88,7 +88,7 @@ def test_reading_is_learning_with_a_weight_of_zero(name: str) -> None:
     ones, decay = torch.ones_like(gates.write), None if gates.decay is None else 0 * gates.decay
     inert = gates._replace(write=0 * ones, keep=ones, decay=decay)
     expected, _ = layer.learner.scan(views, state.learner, ctx, inert)
-    torch.testing.assert_close(layer.answers(views, gates, state, ctx), expected)
+    torch.testing.assert_close(layer.predictions(views, gates, state, ctx), expected)
 
 
 def test_a_window_moves_on_with_the_place() -> None:

@@ -334,7 +334,7 @@ class Adapter:
         gates = map_tensors(lambda gate: gate.expand(len(complete), -1, -1), self._gates)
         eta = gates.eta[:, :, 0]
         update = {name: -expand_like(eta, gradient) * gradient for name, gradient in gradients.items()}
-        after = self.rule.commit(self.rule.observe(memory, gates) | {"update": update}, self.rule.mini_batch_size)
+        after = self.rule.commit(self.rule.pool_gates(memory, gates) | {"update": update}, self.rule.mini_batch_size)
         return after if all(complete) else choose(torch.tensor(complete, device=eta.device), after, memory, after)
 
     def _losses(self, weights: dict[str, Tensor], state: Adapted) -> tuple[Tensor, Any, Tensor]:

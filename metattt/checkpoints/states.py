@@ -117,7 +117,7 @@ def _as_state(node: Any, file: Path) -> Any:
 
 
 def _fits(cls: type, read: Mapping[str, Any]) -> bool:
-    """Whether fields have the types that they must have; shapes are compared by the layer that goes on from them."""
+    """Whether fields have the types that they must have; shapes are compared by the layer that continues from them."""
     if cls is LanguageModelState:
         layers, tails = read["layers"], read["tails"]
         return isinstance(layers, tuple) and isinstance(tails, tuple) and len(layers) == len(tails)

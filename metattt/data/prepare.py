@@ -76,7 +76,7 @@ def prepare(cfg: DictConfig) -> int:
     """Writes the tokens, their index and the manifest.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C, 143 after SIGTERM: then the same command goes on.
+        The exit code: 0, or 130 after Ctrl-C, 143 after SIGTERM: then the same command continues it.
 
     Raises:
         MetaTTTError: a setting, a source or a tokenizer that cannot be used, a folder that holds other things or that

@@ -1,7 +1,7 @@
 """Text straight from a dataset of the Hugging Face Hub, or from compressed and remote files, without preparing it.
 
 The stream is cut into windows, and so many windows make a block, whose order is drawn anew. Which window is where
-depends on the settings alone: a run that goes on sees the windows that it would have seen, in any number of processes.
+depends on the settings alone: a resumed run sees the windows that it would have seen, in any number of processes.
 A checkpoint keeps a bookmark, the state of the library's `IterableDataset`: the stream need not be read from its
 beginning.
 """

@@ -12,7 +12,7 @@ from metattt.data.sequences import Part, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of, scored_by
 from metattt.evaluation.output import check_same, finite, table, tracked
-from metattt.measures.labelled import answers, is_asked, losses_and_hits
+from metattt.measures.labelled import is_asked, labelled_predictions, losses_and_hits
 
 OF_TRAINING = ("seed", "batch_size", "num_workers")  # fields of the data that do not choose the sequences
 
@@ -79,7 +79,7 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
     device = next(model.parameters()).device
     losses, hits, numbers, count = [], [], [], 0
     for batch in tracked(data.loader(part), "sequences"):
-        found, labels = answers(model, *(one.to(device) for one in batch))
+        found, labels = labelled_predictions(model, *(one.to(device) for one in batch))
         loss, hit = losses_and_hits(finite(found), labels)
         count += len(batch[0])
         asked = is_asked(batch[1])

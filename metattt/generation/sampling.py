@@ -88,7 +88,7 @@ def check_finite(finite: bool) -> None:
 
 
 class Report:
-    """Flags on their way to the host, while the device goes on.
+    """Flags on their way to the host, while the device computes.
 
     Args:
         flags: boolean tensors without axes.
@@ -134,7 +134,7 @@ def generate(
         ids: `[B, T]` prompts, at least one token each.
         max_new_tokens: tokens to generate at most.
         temperature, top_k, top_p: see `sample`.
-        stop: token ids that end a sequence. An ended sequence goes on with its stop token until all have ended.
+        stop: token ids that end a sequence. An ended sequence continues with its stop token until all have ended.
         seed: of the draws; None is torch's own state.
         mask: `[B, T]` True for the real tokens of prompts of different lengths, padded on either side.
         state: of B sequences, which the prompts go on from; it stays as it is. None: from the beginning.
@@ -219,7 +219,7 @@ def read_prompts(
 
 
 def _runs_ahead(device: torch.device) -> bool:
-    """Whether a device goes on while the host reads what it has found."""
+    """Whether a device computes while the host reads what it has found."""
     return device.type == "cuda"
 
 

@@ -67,7 +67,7 @@ class CapturedStep:
         try:
             with torch.cuda.device(device), torch.cuda.stream(stream), _no_reading_back():
                 self.state, self.token = static_state(model, state)
-        finally:  # whoever goes on may write over what is being copied
+        finally:  # the caller may write over what is being copied
             torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

@@ -107,7 +107,7 @@ def generate_text(
         temperature, top_k, top_p: see `metattt.generation.sampling.sample`.
         stop: a continuation ends before the first of these strings.
         seed: of the draws; None is torch's own state.
-        state: of one sequence, which every prompt goes on from, or of as many as there are prompts; it stays as it is.
+        state: of one sequence, which every prompt continues, or of as many as there are prompts; it stays as it is.
         compiled: see `metattt.generation.sampling.generate`.
 
     Returns:

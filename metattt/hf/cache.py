@@ -98,7 +98,7 @@ class MetaTTTCache(Cache):
         return self.is_initialized
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i goes on from what sequence `beam_idx[i]` has read."""
+        """Sequence i continues from what sequence `beam_idx[i]` has read."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:

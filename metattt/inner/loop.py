@@ -164,7 +164,7 @@ class InnerLoop(Parts):
             for piece in [tokens] if size >= block.length else tokens.split(size):
                 if plan.sees_weights:
                     piece = gated(self, piece, memory["commit"])
-                memory = rule.observe(memory, piece.gates)
+                memory = rule.pool_gates(memory, piece.gates)
                 piece = piece if piece.views.k.ndim == 4 else piece.apart(in_common and piece.in_common)
                 y, memory = FORMS[plan.form](self, piece, memory, phase, read)
                 phase = phase + piece.views.q.shape[2]

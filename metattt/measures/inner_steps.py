@@ -98,7 +98,7 @@ def read_in_pieces(
     Args:
         layer: with weights to train.
         x: its input.
-        state: it goes on from this; None: from W0.
+        state: that the text continues; None: it starts from W0.
         lengths: of the pieces (tokens); what is left of the tokens is not read.
 
     Yields:

@@ -14,8 +14,8 @@ from metattt.errors import MetaTTTError
 FIRST = 5  # classes among which the right one counts for top-5
 
 
-def answers(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The model's answers at the tokens that have a label, and the labels.
+def labelled_predictions(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's predictions at the tokens that have a label, and the labels.
 
     Args:
         model: a language model, or a `Regression`.
@@ -33,13 +33,13 @@ def answers(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 
 
 def is_asked(labels: Tensor) -> Tensor:
-    """Where there is a label, of labels as `answers` takes them."""
+    """Where there is a label, of labels as `labelled_predictions` takes them."""
     return ~labels.isnan() if labels.is_floating_point() else labels != NO_LABEL
 
 
 def losses_and_hits(found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Of what `answers` returns: the loss of each `[N]` (nats; of numbers the squared error), and whether the class is
-    the right one `[N]` (0 or 1; of numbers None)."""
+    """Of what `labelled_predictions` returns: the loss of each `[N]` (nats; of numbers the squared error), and whether
+    the class is the right one `[N]` (0 or 1; of numbers None)."""
     if labels.is_floating_point():
         return (found.to(torch.promote_types(found.dtype, torch.float32)) - labels).square(), None
     hits = (found.argmax(-1) == labels).float()

@@ -126,7 +126,7 @@ class InnerOptimizer(Component, ABC):
         """The memory at the start of a sequence: W0 in every slot that holds weights."""
         return memory
 
-    def observe(self, memory: Memory, gates: Gates) -> Memory:
+    def pool_gates(self, memory: Memory, gates: Gates) -> Memory:
         """Accumulates statistics of the gates of `n` tokens for the next commit."""
         return memory
 

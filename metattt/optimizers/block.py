@@ -115,7 +115,7 @@ class BlockRule(StepSize):
             )
         return kept | moved
 
-    def observe(self, memory: Memory, gates: Gates) -> Memory:
+    def pool_gates(self, memory: Memory, gates: Gates) -> Memory:
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
         pool = memory.get("pool")
         if "update" in memory and [*given] != [name for name in pool or () if name != "count"]:

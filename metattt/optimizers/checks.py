@@ -134,7 +134,7 @@ def check_move(rule: Any, init: Iterable[tuple[str, Tensor]], gates: Gates) -> N
 
 
 RULE = (
-    "coefficients", "current", "commit", "observe", "slots", "permutation", "accumulates", "period", "block",
+    "coefficients", "current", "commit", "pool_gates", "slots", "permutation", "accumulates", "period", "block",
 )  # fmt: skip
 """What makes `InnerOptimizer` the linear rule that kernels compute: none of it may be replaced, on the class or on the
 object."""

@@ -144,7 +144,7 @@ class MirrorDescent(BlockRule):
             dual = {name: self._log_softmax(x) for name, x in dual.items()}
         return after | ({"dual": dual} if self.own_slots else {})
 
-    def observe(self, memory: Memory, gates: Gates) -> Memory:
+    def pool_gates(self, memory: Memory, gates: Gates) -> Memory:
         """Collects `1 − Π_t α_t`, what the dual state of the last commit loses."""
         if gates.alpha is None:
             return memory

@@ -9,7 +9,7 @@ A state goes to the next process as two messages:
 Its derivatives come back as the content of those that there are, after a byte for each that says so.
 
 Frames are read by the host, so they go over a group for the CPU; contents stay on their device (NCCL, or gloo on the
-CPU). Both sides send and receive in the same order, so nothing is numbered. A process goes on while its messages leave.
+CPU). Both sides send and receive in the same order, so nothing is numbered. A process works while its messages leave.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ FIXED = ("anchor", "origin")  # slots that hold W0 from the first token to the l
 
 
 class Scan:
-    """What one block goes on from, found while it runs.
+    """What one block continues from, found while it runs.
 
     Args:
         relay: of the call.

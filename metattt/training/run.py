@@ -177,7 +177,7 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
         line = f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>"
         if given.resume != AUTO:
             raise MetaTTTError(line)
-        if not math.isfinite(last[-1]):  # again: a sweep that goes on takes it for no result either
+        if not math.isfinite(last[-1]):  # again: a sweep that is resumed takes it for no result either
             raise MetaTTTError(
                 f"{line}. Its last validation loss is {last[-1]}: to start again, give overwrite=true in place of "
                 f"resume={AUTO}"

@@ -82,7 +82,7 @@ class Checkpoints(WithSettings, Callback):
         self._between_steps = False
         self._running = False
         self._random: Mapping[str, Any] | None = None  # before the step under way
-        self._found_random: list[Mapping[str, Any]] = []  # in the checkpoint that the run goes on from, by process
+        self._found_random: list[Mapping[str, Any]] = []  # in the checkpoint that the run resumes from, by process
         self._ranks: Any = None  # for flags and plain data, on the CPU: no step waits for the GPU
         self._requests = StopRequests(self._kept)
 
@@ -120,7 +120,7 @@ class Checkpoints(WithSettings, Callback):
         step after its last hook.)"""
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        # Lightning's own count of steps, by which it logs every n-th, slips when a run goes on at a validation
+        # Lightning's own count of steps, by which it logs every n-th, slips when a run resumes at a validation
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         signal, due = self._together((self._requests.received, self._is_due(trainer)))
         if due or (signal and trainer.global_step > self._saved_step):
@@ -142,7 +142,7 @@ class Checkpoints(WithSettings, Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_best(trainer)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        timed = any(isinstance(one, Timer) for one in callbacks)  # it stops a run that goes on later
+        timed = any(isinstance(one, Timer) for one in callbacks)  # it stops a run that is resumed later
         self.ended_early = trainer.should_stop and bool(trainer.early_stopping_callbacks) and not timed
         if trainer.global_step > self._saved_step:
             self._save(trainer)

@@ -12,7 +12,7 @@ from metattt.checkpoints.record import make_record
 from metattt.data.novel_views import ASKED, GIVEN
 from metattt.data.sequences import Batch
 from metattt.errors import MetaTTTError
-from metattt.measures.labelled import answers, is_asked, losses_and_hits
+from metattt.measures.labelled import is_asked, labelled_predictions, losses_and_hits
 from metattt.models.language_model import LanguageModel
 from metattt.training.job import Job, OuterLoop
 from metattt.training.recipes import AdamW
@@ -28,11 +28,11 @@ class LabelledSequences(OuterLoop):
         self.model.check_causal()
 
     def batch_loss(self, batch: Batch) -> Tensor:
-        return losses_and_hits(*answers(self.model, *batch))[0].mean()
+        return losses_and_hits(*labelled_predictions(self.model, *batch))[0].mean()
 
     def item_losses(self, batch: Batch) -> Tensor:
         inputs, labels = batch
-        losses = losses_and_hits(*answers(self.model, inputs, labels))[0]
+        losses = losses_and_hits(*labelled_predictions(self.model, inputs, labels))[0]
         return losses.new_zeros(labels.shape).masked_scatter(is_asked(labels), losses)
 
     def shortest_loss(self) -> Tensor:
@@ -42,7 +42,7 @@ class LabelledSequences(OuterLoop):
         return self.batch_loss((torch.zeros(1, 2, self.model.in_features, device=self.device), ids.float()))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        losses, hits = losses_and_hits(*answers(self.model, *batch))
+        losses, hits = losses_and_hits(*labelled_predictions(self.model, *batch))
         count = torch.ones_like(losses).sum()
         self.add_to_validation(loss=(losses.sum(), count))
         if hits is not None:
@@ -65,7 +65,7 @@ class Views(LabelledSequences):
         return self.model(x.flatten(1, 2)).sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        losses = losses_and_hits(*answers(self.model, *batch))[0].double().view(len(batch[0]), -1).mean(1)
+        losses = losses_and_hits(*labelled_predictions(self.model, *batch))[0].double().view(len(batch[0]), -1).mean(1)
         views = (batch[0][..., -1] == GIVEN).sum(1) // self.model.view_tokens
         self.add_to_validation(loss=(losses.sum(), torch.ones_like(losses).sum()))
         for number in self.trainer.datamodule.data.given:  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from metattt.data.recall import RecallData
 from metattt.data.sequences import NO_LABEL, PARTS, SequenceData, home_of
 from metattt.evaluation import sequences
 from metattt.evaluation.evaluate import evaluate
-from metattt.measures.labelled import answers, losses_and_hits
+from metattt.measures.labelled import labelled_predictions, losses_and_hits
 from metattt.training.train import train
 
 RECALL = (
@@ -157,7 +157,7 @@ def test_losses_are_those_of_all_logits() -> None:
     cfg = compose(*RECALL)
     model, data = instantiate_model(cfg).double(), RecallData(2, 12, 8)
     inputs, labels = (torch.from_numpy(one) for one in data.sequence("train", 0))
-    losses, hits = losses_and_hits(*answers(model, inputs[None], labels[None]))
+    losses, hits = losses_and_hits(*labelled_predictions(model, inputs[None], labels[None]))
     logits = model(inputs[None])[0]
     expected = F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="none")[labels != NO_LABEL]
     assert torch.allclose(losses, expected, rtol=1e-12, atol=0)
@@ -227,7 +227,7 @@ def test_sequences_may_ask_different_numbers_of_questions() -> None:
     for index in range(20):
         ids, labels = (torch.from_numpy(one)[None] for one in data.sequence("test", index))
         with torch.no_grad():
-            found = losses_and_hits(*answers(model, ids, labels))[0]
+            found = losses_and_hits(*labelled_predictions(model, ids, labels))[0]
         losses[index, : len(found)] = found
     scores = sequences.score(model, data, "test")
     assert scores.counts.tolist() == (~np.isnan(losses)).sum(0).tolist() and scores.counts[0] == 20 > scores.counts[3] > 0
