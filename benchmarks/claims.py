@@ -11,17 +11,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from common import exit_code, settings
+from common import exit_code, settings, some
 from comparisons.cells import Runner
 from comparisons.comparison import Claim, Row
 from comparisons.curves import inner_loss, position
 from comparisons.rows import rows
 from comparisons.sequences import in_context, recall
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from report import Report
 
@@ -32,8 +32,34 @@ CONFIGS = Path(__file__).with_name("configs")
 KINDS: dict[str, Callable[[Claim, Runner], Report]] = {
     "rows": rows, "position": position, "inner_loss": inner_loss, "recall": recall, "in_context": in_context,
 }  # fmt: skip
-OF_A_SIZE = ("minutes", "rows", "overrides", "evaluate", "seeds", "learning_rates", "conditions")
-OF_ALL = ("kind", "title", "asked", "rows", "overrides", "sizes", "objective", "lower_is_better", "options")
+
+
+@dataclass
+class Size:
+    """What a file has for a size; see `Claim`."""
+
+    minutes: float = 0.0
+    rows: list[str] | None = None  # None: all
+    overrides: list[str] = field(default_factory=list)
+    evaluate: list[str] = field(default_factory=list)
+    seeds: list[int] = some(0)
+    learning_rates: list[float] = field(default_factory=list)
+    conditions: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass
+class File:
+    """What is in the file of a claim."""
+
+    kind: str = MISSING
+    title: str = MISSING
+    asked: str = MISSING
+    rows: dict[str, Any] = MISSING  # name -> overrides, or those and the paper's figure: `overrides`, `reported`
+    sizes: dict[str, Size] = MISSING
+    overrides: list[str] = field(default_factory=list)
+    objective: str = Claim.objective
+    lower_is_better: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -58,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         for file in sorted(CONFIGS.glob("*.yaml")):
             print(f"{file.stem:<12} {file.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
         return 0
-    own = [word for word in words[1:] if word.partition("=")[0] in {field.name for field in fields(Settings)}]
+    own = [word for word in words[1:] if word.partition("=")[0] in {one.name for one in fields(Settings)}]
     given = settings(Settings, own)
     kind, claim = read(words[0], given.size, [word for word in words[1:] if word not in own])
     folder = Path(given.cells_dir).expanduser() / claim.name / claim.size
@@ -100,30 +126,29 @@ def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]
     if not name.endswith(".yaml"):
         check_choice("claim", name, sorted(one.stem for one in CONFIGS.glob("*.yaml")))
     try:
-        merged = OmegaConf.merge(OmegaConf.load(file), OmegaConf.from_dotlist(list(changes)))
-        content: Any = OmegaConf.to_container(merged, resolve=True)
+        parts = OmegaConf.structured(File), OmegaConf.load(file), OmegaConf.from_dotlist(list(changes))
+        content: Any = OmegaConf.to_object(OmegaConf.merge(*parts))
     except (OSError, OmegaConfBaseException) as error:
-        raise MetaTTTError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
-    for key in content:
-        check_choice(f"key of {file.name}", key, OF_ALL)
-    check_choice("kind", content["kind"], KINDS)
-    check_choice("size", size, content["sizes"])
-    section = content["sizes"][size]
-    for key in section:
-        check_choice(f"key of sizes.{size}", key, OF_A_SIZE)
+        key = getattr(error, "full_key", None)
+        where = f" at {key}" if key else ""
+        raise MetaTTTError(f"{file} cannot be read{where}: {str(error).splitlines()[0]}") from error
+    check_choice("kind", content.kind, KINDS)
+    check_choice("size", size, content.sizes)
+    section = content.sizes[size]
+    for key, ones in (("seeds", section.seeds), ("learning_rates", section.learning_rates or [0])):
+        if not ones or len({*ones}) < len(ones):
+            raise MetaTTTError(f"sizes.{size}.{key}={ones} is not allowed: give different numbers")
     found = []
-    for one in section.get("rows", content["rows"]):
-        check_choice(f"sizes.{size}.rows", one, content["rows"])
-        row = content["rows"][one]
+    for one in content.rows if section.rows is None else section.rows:
+        check_choice(f"sizes.{size}.rows", one, content.rows)
+        row = content.rows[one]
         row = {"overrides": row} if isinstance(row, list) else row
         found.append(Row(one, tuple(row["overrides"]), row.get("reported")))
-    return content["kind"], Claim(
-        file.stem, size, content["title"], content["asked"].strip(), found,
-        (*content.get("overrides", ()), *section.get("overrides", ())), tuple(section.get("evaluate", ())),
-        tuple(section.get("seeds", (0,))), tuple(section.get("learning_rates", ())),
-        {condition: tuple(words) for condition, words in section.get("conditions", {}).items()},
-        section.get("minutes", 0), content.get("options", {}), content.get("objective", Claim.objective),
-        content.get("lower_is_better", True),
+    return content.kind, Claim(
+        file.stem, size, content.title, content.asked.strip(), found,
+        (*content.overrides, *section.overrides), tuple(section.evaluate), tuple(section.seeds),
+        tuple(section.learning_rates), {name: tuple(words) for name, words in section.conditions.items()},
+        section.minutes, content.options, content.objective, content.lower_is_better,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,10 +54,13 @@ def test_a_benchmark_checks_measures_and_writes(name: str, tmp_path: Path) -> No
         (["layer", "nobody=1"], "settings are layers, forms"),
         (["layer", "lengths=[0]"], "integers from 1 on"),
         (["model", "lengths=[31]"], "multiples of 16"),
+        (["table1", "sizes.cpu.seeds=0"], "table1.yaml cannot be read at sizes.cpu.seeds"),
+        (["table1", "sizes.cpu.seeds=[0,0]"], "sizes.cpu.seeds=[0, 0] is not allowed"),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], expected: str, tmp_path: Path) -> None:
-    refusal(lambda: speed.main([*words, f"output_dir={tmp_path}"] if len(words) > 1 else words), expected)
+    script = claims if words[0] == "table1" else speed
+    refusal(lambda: script.main([*words, f"output_dir={tmp_path}"] if len(words) > 1 else words), expected)
 
 
 # -- what is wrong is not timed ----------------------------------------------------------------------------------------
@@ -192,6 +196,11 @@ def test_a_cell_runs_again_if_it_failed_or_its_configuration_changed(
     Runner(tmp_path, 1, 1, said.append).run([good])
     assert began == ["train"] * 4
     assert Cell("a", "train", ("dim=8",)).place != Cell("a", "train", ("dim=16",)).place
+    monkeypatch.undo()  # what its words made stays where they cannot be composed any more
+    wrong = Cell("wrong", "train", ("nobody=1",))
+    kept = tmp_path / wrong.place / "kept"
+    kept.mkdir(parents=True)
+    assert "nobody" in Runner(tmp_path, 1, 1, said.append).run([wrong])[0].message and kept.is_dir()
 
 
 class Canned(Runner):
@@ -225,10 +234,12 @@ def test_rows_are_sorted_compared_with_a_baseline_and_failures_named(tmp_path: P
 
 
 def test_orders_are_told_as_they_came_out() -> None:
-    assert order([1.0, 1.1], [1.2, 1.3]) == "better" == order([3.0], [2.0], lower_is_better=False)
-    assert order([1.2, 1.3], [1.0, 1.1]) == "worse"
-    assert order([1.0, 1.25], [1.2, 1.3]) == "within the spread" and order([], [1.0]) == "not known"
+    assert order([1.0, 1.1], [1.2, 1.3]) == "better" == order([3.0, 4.0], [2.0, 1.0], lower_is_better=False)
+    assert order([1.2, 1.3], [1.0, 1.1]) == "worse" and order([math.nan, 3.0], [1.0, 2.0]) == "worse"
+    assert order([1.0, 1.25], [1.2, 1.3]) == "within the spread" == order([1.0, math.nan], [1.2, 1.3])
+    assert order([], [1.0]) == "not known" == order([1.0], [2.0])  # one seed tells nothing
     assert spread([1.0, 2.0]) == "1.500 ± 0.707" and spread([1.0]) == "1.000" and spread([]) == "–"
+    assert ranked({"x": [math.nan, 1.0], "y": [2.0, 3.0], "z": [1.0]}) == "`z` 1.000, `y` 2.500 ± 0.707 ≈ `x` nan ± nan"
     reported = {"a": 16.0, "b": 15.0, "c": 15.0, "d": 14.0, "e": 13.0}
     values = {"a": [3.0, 3.1], "b": [2.0, 2.1], "c": [2.05, 2.0], "d": [2.5, 2.6], "e": []}
     told = "\n".join(steps_against(values, reported))

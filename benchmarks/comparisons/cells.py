@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from metattt.composition.compose import compose
 from metattt.composition.overrides import quoted
 from metattt.errors import MetaTTTError
-from metattt.io import digest, write_whole
+from metattt.io import digest, read_object, write_whole
 
 RECORD, LOG = "cell.json", "output.txt"
 PROCESSES = multiprocessing.get_context("forkserver")  # libraries are imported once
@@ -55,11 +55,8 @@ class Cell(NamedTuple):
     @property
     def composed(self) -> str:
         """A checksum of what the overrides are composed to: the same words are another run where a configuration file
-        has changed. Empty where they cannot be composed, which the cell will say."""
-        try:
-            return digest(OmegaConf.to_yaml(compose(*self.overrides, job=self.command)).encode())
-        except MetaTTTError:
-            return ""
+        has changed."""
+        return digest(OmegaConf.to_yaml(compose(*self.overrides, job=self.command)).encode())
 
 
 class Result(NamedTuple):
@@ -108,8 +105,12 @@ class Runner:
 
     def _take(self, cell: Cell) -> None:
         folder, words = self.folder / cell.place, list(cell.overrides)
-        record, composed = folder / RECORD, cell.composed
-        known = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        record = folder / RECORD
+        try:
+            composed = cell.composed
+        except MetaTTTError as error:  # what the same words have made before stays
+            return self._set(Result(cell, folder, False, str(error), 0.0), "failed")
+        known = read_object(record) if record.is_file() else {}
         if known.get("composed") != composed:
             shutil.rmtree(folder, ignore_errors=True)
             known = {}
@@ -124,7 +125,8 @@ class Runner:
         elif folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps({"overrides": cell.overrides, "composed": composed}), encoding="utf-8")
+        known = {"overrides": cell.overrides, "composed": composed}
+        write_whole(record, json.dumps(known).encode())
         began = time.monotonic()
         words.append(f"output_dir={quoted(str(folder))}")
         process = PROCESSES.Process(target=_work, args=(cell.command, words, str(folder / LOG)))
@@ -138,9 +140,7 @@ class Runner:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
             told = next((line for line in reversed(lines) if line.startswith("error: ")), (lines or ["no output"])[-1])
             return self._set(Result(cell, folder, False, f"exit code {process.exitcode}: {told}", seconds), "failed")
-        write_whole(
-            record, json.dumps({"overrides": cell.overrides, "composed": composed, "seconds": seconds}).encode()
-        )
+        write_whole(record, json.dumps(known | {"seconds": seconds}).encode())
         return self._set(Result(cell, folder, True, "", seconds), f"finished in {seconds:.0f} s")
 
     def _set(self, result: Result, how: str) -> None:

@@ -218,31 +218,45 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     if not values:
         return "–"
     mean = f"{statistics.fmean(values):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+    return f"{mean} ± {deviation(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation; NaN of fewer than two values, or where one is not finite."""
+    return statistics.stdev(values) if len(values) > 1 and math.isfinite(sum(values)) else math.nan
 
 
 def order(values: Sequence[float], than: Sequence[float], lower_is_better: bool = True) -> str:
-    """How figures stand to others: `better` or `worse` if every seed of the one is so against every seed of the other.
+    """How figures stand to others: `better` or `worse` if every seed of the one is so against every seed of the other;
+    `not known` of a single seed. NaN is worse than any number.
 
     No distribution is assumed: of two sets of three that differ in nothing, one in ten pairs is apart like this by
     chance.
     """
-    if not values or not than:
+    if len(values) < 2 or len(than) < 2:
         return "not known"
-    sign = 1 if lower_is_better else -1
-    ours, theirs = [sign * one for one in values], [sign * one for one in than]
+    ours, theirs = ([_cost(one, lower_is_better) for one in ones] for ones in (values, than))
     return "better" if max(ours) < min(theirs) else "worse" if min(ours) > max(theirs) else "within the spread"
 
 
+def _cost(value: float, lower_is_better: bool) -> float:
+    return math.inf if math.isnan(value) else value if lower_is_better else -value
+
+
+def from_the_best(values: Values, lower_is_better: bool = True) -> list[str]:
+    """The names of the rows by their means; those without a figure are the last."""
+    return sorted(values, key=lambda name: _cost(statistics.fmean(values[name] or [math.nan]), lower_is_better))
+
+
 def ranked(values: Values, lower_is_better: bool = True) -> str:
-    """Rows from the best to the last: `<` where every seed is better than every one of the next, `≈` where not."""
-    known = {name: statistics.fmean(ones) for name, ones in values.items() if ones}
-    names = sorted(known, key=lambda name: known[name], reverse=not lower_is_better)
-    told, sign = [], " < " if lower_is_better else " > "
-    for place, name in enumerate(names):
-        apart = place and order(values[names[place - 1]], values[name], lower_is_better) == "better"
-        told.append(f"{sign if apart else ' ≈ ' if place else ''}`{name}` {spread(values[name])}")
-    return "".join(told)
+    """Rows from the best to the last: `<` where every seed is better than every one of the next, `≈` where not, and a
+    comma where a single seed does not tell."""
+    signs = {"better": " < " if lower_is_better else " > ", "not known": ", "}
+    told, before = "", None
+    for name in from_the_best({name: ones for name, ones in values.items() if ones}, lower_is_better):
+        sign = "" if before is None else signs.get(order(values[before], values[name], lower_is_better), " ≈ ")
+        told, before = f"{told}{sign}`{name}` {spread(values[name])}", name
+    return told
 
 
 def steps_against(values: Values, reported: Mapping[str, float | None], lower_is_better: bool = True) -> list[str]:

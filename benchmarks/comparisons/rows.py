@@ -15,12 +15,14 @@ from comparisons.comparison import (
     bits_per_byte,
     column,
     compare,
+    deviation,
     draw_points,
+    from_the_best,
     ranked,
     spread,
     steps_against,
     top1,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,9 +39,7 @@ def rows(claim: Claim, runner: Runner) -> Report:
     compared = compare(claim, runner)
     values = compared.values(claim, score)
     if options.get("best_first"):
-        means = {name: statistics.fmean(ones) for name, ones in values.items() if ones}
-        known = sorted(means, key=lambda name: means[name], reverse=not lower)
-        values = {name: values[name] for name in known} | {name: [] for name in values if not values[name]}
+        values = {name: values[name] for name in from_the_best(values, lower)}
     by_name = {row.name: row for row in claim.rows}
     reported = {name: by_name[name].reported for name in values}
     baseline = statistics.fmean(values.get(options.get("baseline", ""), []) or [math.nan])
@@ -66,9 +66,10 @@ def rows(claim: Claim, runner: Runner) -> Report:
     ]  # fmt: skip
     seen = steps_against(values, reported, lower) if any(one is not None for one in reported.values()) else []
     seen = seen or [f"From the best ({label}): {ranked(values, lower)}."]
-    widest = max(values, key=lambda name: statistics.stdev(values[name]) if len(values[name]) > 1 else -1.0)
-    if len(values[widest]) > 1:
-        seen.append(f"The widest spread over seeds is {statistics.stdev(values[widest]):.3f}, of `{widest}`.")
+    spreads = {name: deviation(ones) for name, ones in values.items() if not math.isnan(deviation(ones))}
+    if spreads:
+        widest = max(spreads, key=spreads.__getitem__)
+        seen.append(f"The widest spread over seeds is {spreads[widest]:.3f}, of `{widest}`.")
     if "baseline" in options and not math.isnan(baseline):
         times = {name: statistics.fmean(ones) / baseline for name, ones in values.items() if ones}
         late = [f"`{name}` ({ratio:.3f} times)" for name, ratio in times.items() if ratio > options["behind"]]
@@ -76,8 +77,8 @@ def rows(claim: Claim, runner: Runner) -> Report:
         seen.append(f"{title}: {', '.join(late) or 'none'}.")
     if never := [f"`{name}`" for name, ones in values.items() if not ones]:
         seen.append(f"Without a figure, at no learning rate: {', '.join(never)}.")
-    if known_speeds := {name: ones for name, ones in speeds.items() if ones}:
-        fastest = max(known_speeds, key=lambda name: statistics.fmean(known_speeds[name]))
+    if any(math.isfinite(one) for ones in speeds.values() for one in ones):
+        fastest = from_the_best(speeds, lower_is_better=False)[0]
         seen.append(f"Training is fastest with `{fastest}`: {spread(speeds[fastest], 0)} tokens a second.")
 
     def draw(figure: Figure) -> None:

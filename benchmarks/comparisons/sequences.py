@@ -12,7 +12,7 @@ from report import Report
 
 from comparisons.baselines import baselines
 from comparisons.cells import Result, Runner
-from comparisons.comparison import Claim, column, compare, draw_points, last_value, order, spread, table
+from comparisons.comparison import Claim, column, compare, draw_points, from_the_best, last_value, order, spread, table
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_part
 
@@ -115,7 +115,7 @@ def in_context(claim: Claim, runner: Runner) -> Report:
             tables.setdefault(condition, []).append(row | {"learning rate": "" if rate is None else f"{rate:g}"})
             curves.setdefault(condition, {})[name] = [fmean(ones) for ones in zip(*found, strict=True)]
         last = {name: [one[-1] for one in found] for name, found in errors.items()}
-        ordered = [*sorted(names, key=lambda one: fmean(last[one] or [math.inf])), *fitted]
+        ordered = [*from_the_best({name: last[name] for name in names}), *fitted]
         said = ", ".join(f"{name} {spread(last[name])}" for name in ordered)
         seen.append(f"{condition}, after {cfg.data.examples - 1} examples (always to answer 0 has about 1): {said}.")
         seen += [f"{condition}: {one}." for one in _against(claim, last, True)]
