@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of, write_whole
@@ -115,7 +115,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
 
     found.sort(key=place)
     keys = list(dict.fromkeys(key for run in found for key in run.swept))
-    shown = [column for column in columns if column.startswith("validation/") or column.endswith("_per_second")]
+    shown = [one for one in columns if one == by or one.startswith("validation/") or one.endswith("_per_second")]
     shown.sort(key=lambda column: (column != by, not column.startswith("validation/")))
     told_apart = len({tuple(run.swept.items()) for run in found}) == len(found) and all(run.swept for run in found)
     few = [*([] if told_apart else ["run"]), *keys, "state", STEP, *shown]
@@ -125,13 +125,19 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     tables += [[list(means[0]), *(list(row.values()) for row in means)]] if means else []
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:  # a file has no width
-        console.width = 160
+        console.width = 10**4
     for title, (head, *lines) in zip((f"{folder}, by {by}", "over seeds"), tables, strict=False):
-        names = (escape(one.replace("validation/", "")) for one in head)
-        table = Table(*names, title=escape(title), title_justify="left")
+        names = [one.replace("validation/", "") for one in head]
+        widths, kept = [max(map(len, cells)) + 3 for cells in zip(names, *lines, strict=True)], len(names)
+        while sum(widths[:kept]) >= console.width and not head[kept - 1].endswith(by):
+            kept -= 1
+        columns_shown = (Column(escape(one), overflow="fold") for one in names[:kept])
+        table = Table(*columns_shown, title=escape(title), title_justify="left")
         for line in lines:
-            table.add_row(*map(escape, line))
-        console.print(table)
+            table.add_row(*map(escape, line[:kept]))
+        console.print(table, soft_wrap=False)
+        if names[kept:]:
+            console.print(f"for a wider terminal: {', '.join(names[kept:])}", markup=False)
     for run in found:
         if run.message:
             console.print(f"{run.name}: {run.state}: {run.message}", markup=False)
@@ -182,13 +188,20 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict
     for names, by_seed in groups.items():
         values = list(by_seed.values())
         paired = [] if by_seed is first else [value - first[seed] for seed, value in by_seed.items() if seed in first]
-        difference = f"{statistics.fmean(paired):+.4f}" if paired else ""
-        difference += f" ± {statistics.stdev(paired):.4f}" if len(paired) > 1 and math.isfinite(sum(paired)) else ""
-        deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 and math.isfinite(sum(values)) else ""
-        figures = {f"mean {by}": f"{statistics.fmean(values):.4f}", "deviation": deviation, "seeds": str(len(values))}
+        difference = f"{'+' if statistics.fmean(paired) > 0 else ''}{_mean(paired)}" if paired else ""
+        difference += f" ± {_deviation(paired)}" if _deviation(paired) else ""
+        figures = {f"mean {by}": _mean(values), "deviation": _deviation(values), "seeds": str(len(values))}
         figures["difference to the first, by seed"] = difference
         rows.append({**dict(zip(others, names, strict=True)), **figures})
     return rows
+
+
+def _mean(values: Sequence[float]) -> str:
+    return _number(statistics.fmean(values), 4)
+
+
+def _deviation(values: Sequence[float]) -> str:
+    return _number(statistics.stdev(values), 4) if len(values) > 1 and math.isfinite(sum(values)) else ""
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

@@ -222,7 +222,9 @@ def make(folder: Path, rows: list[tuple[int, Any]], column: str = "validation/bi
         write_cell(folder, Cell(cell["swept"], [], cell.get("state", "finished"), cell.get("message", "")))
 
 
-def test_the_table_is_sorted_and_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_sorted_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path / "a", [(5, 1.0), (10, 3.0)], swept=["layer=a", "seed=0"])
     make(tmp_path / "b", [(5, 4.0), (10, 2.0)], swept=["layer=b", "seed=0"])
     make(tmp_path / "c", [(5, 1.5), (10, "nan")], swept=["layer=a", "seed=1"])
@@ -239,6 +241,11 @@ def test_the_table_is_sorted_and_whole(tmp_path: Path, capsys: pytest.CaptureFix
     text = (tmp_path / "runs.md").read_text()
     assert "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
     assert (tmp_path / "runs.png").stat().st_size > 5000
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "50")):  # a narrow terminal
+        monkeypatch.setenv(name, value)
+    assert tell(tmp_path, "train/loss") == 2
+    narrow = capsys.readouterr().out
+    assert "terminal: bits_per_byte\n" in narrow and "9.5000" in narrow and "…" not in narrow
 
 
 def test_brackets_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +281,8 @@ def test_differences_are_paired_by_seed() -> None:
     found = [Run(f"{x}{s}", "finished", {"layer": x, "seed": s}, [{"step": "1", "validation/loss": str(v)}]) for x, s, v in cells]
     rows = _over_seeds(found, ["layer", "seed"], "validation/loss")
     assert [row["difference to the first, by seed"] for row in rows] == ["", "+0.2000 ± 0.1414", ""]
+    small = [run._replace(rows=[{"step": "1", "validation/loss": "2.5e-05"}]) for run in found[:1]]
+    assert _over_seeds(small, ["layer", "seed"], "validation/loss")[0]["mean validation/loss"] == "2.5e-05"
     assert _over_seeds([*found, Run("d", "finished", {"layer": "a"}, found[0].rows)], ["layer", "seed"], "validation/loss") == rows
     ended = found[2]._replace(rows=[{"step": "1", "validation/loss": "inf"}])  # a variant that diverged is not better for it
     assert _over_seeds([found[0], ended], ["layer", "seed"], "validation/loss")[0]["mean validation/loss"] == "inf"
