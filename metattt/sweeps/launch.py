@@ -176,7 +176,10 @@ def _stopped_by_the_sweep(folder: Path) -> Iterator[None]:
             with FileLock(file):  # which a training run holds until it has written all
                 file.unlink(missing_ok=True)
         end = time.monotonic() + NOTE_SECONDS
-        while any(_runs(file.parent) for file in found) and time.monotonic() < end:
+        while (
+            any((cell := read_cell(file.parent)) and cell.state == "running" for file in found)
+            and time.monotonic() < end
+        ):
             time.sleep(0.1)
         signal.default_int_handler(signal.SIGINT, None)
 
@@ -187,11 +190,6 @@ def _stopped_by_the_sweep(folder: Path) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         mark.unlink(missing_ok=True)
-
-
-def _runs(folder: Path) -> bool:
-    cell = read_cell(folder)
-    return cell is not None and cell.state == "running"
 
 
 def _trusted(overrides: Sequence[str]) -> list[str]:

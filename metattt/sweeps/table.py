@@ -60,10 +60,7 @@ class Run(NamedTuple):
     def texts(self, columns: Sequence[str], digits: int = 4) -> list[str]:
         """What it has in columns of the table."""
         plain = {"run": self.name, "state": self.state, **self.swept}
-        return [
-            plain[one] if one in plain else _number(self.final(one), digits) if self.curve(one) else ""
-            for one in columns
-        ]
+        return [plain.get(one) or (_number(self.final(one), digits) if self.curve(one) else "") for one in columns]
 
 
 def read_run(folder: Path, name: str = "") -> Run:
@@ -131,8 +128,8 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         widths, kept = [max(map(len, cells)) + 3 for cells in zip(names, *lines, strict=True)], len(names)
         while sum(widths[:kept]) >= console.width and not head[kept - 1].endswith(by):
             kept -= 1
-        columns_shown = (Column(escape(one), overflow="fold") for one in names[:kept])
-        table = Table(*columns_shown, title=escape(title), title_justify="left")
+        folded = (Column(escape(one), overflow="fold") for one in names[:kept])
+        table = Table(*folded, title=escape(title), title_justify="left")
         for line in lines:
             table.add_row(*map(escape, line[:kept]))
         console.print(table, soft_wrap=False)
@@ -186,22 +183,17 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict
     rows = []
     first = next(iter(groups.values()), {})
     for names, by_seed in groups.items():
-        values = list(by_seed.values())
         paired = [] if by_seed is first else [value - first[seed] for seed, value in by_seed.items() if seed in first]
-        difference = f"{'+' if statistics.fmean(paired) > 0 else ''}{_mean(paired)}" if paired else ""
-        difference += f" ± {_deviation(paired)}" if _deviation(paired) else ""
-        figures = {f"mean {by}": _mean(values), "deviation": _deviation(values), "seeds": str(len(values))}
-        figures["difference to the first, by seed"] = difference
+        (mean, deviation), (apart, spread) = _summary([*by_seed.values()]), _summary(paired)
+        figures = {f"mean {by}": mean, "deviation": deviation, "seeds": str(len(by_seed))}
+        figures["difference to the first, by seed"] = f"{'+' * (sum(paired) > 0)}{apart}{' ± ' * bool(spread)}{spread}"
         rows.append({**dict(zip(others, names, strict=True)), **figures})
     return rows
 
 
-def _mean(values: Sequence[float]) -> str:
-    return _number(statistics.fmean(values), 4)
-
-
-def _deviation(values: Sequence[float]) -> str:
-    return _number(statistics.stdev(values), 4) if len(values) > 1 and math.isfinite(sum(values)) else ""
+def _summary(values: Sequence[float]) -> tuple[str, str]:
+    deviation = _number(statistics.stdev(values), 4) if len(values) > 1 and math.isfinite(sum(values)) else ""
+    return _number(statistics.fmean(values), 4) if values else "", deviation
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

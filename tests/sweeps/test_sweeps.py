@@ -225,35 +225,27 @@ def make(folder: Path, rows: list[tuple[int, Any]], column: str = "validation/bi
 def test_the_table_is_sorted_and_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(tmp_path / "a", [(5, 1.0), (10, 3.0)], swept=["layer=a", "seed=0"])
-    make(tmp_path / "b", [(5, 4.0), (10, 2.0)], swept=["layer=b", "seed=0"])
-    make(tmp_path / "c", [(5, 1.5), (10, "nan")], swept=["layer=a", "seed=1"])
-    make(tmp_path / "d", [], swept=["layer=b", "seed=1"], state="failed", message="it broke")
-    make(tmp_path / "e", [(10, 2.5)], swept=["layer=b", "seed=2"])
-    make(tmp_path / "f", [(1, 0.1)], swept=["layer=b", "seed=3"], state="failed")  # an early value is no result
+    make(tmp_path / "a", [(5, 1.0), (10, 3.0)], swept=["layer=[/a,/b]", "seed=0"])
+    make(tmp_path / "b", [(5, 4.0), (10, 2.0)], swept=["layer=[b,c]", "seed=0"])
+    make(tmp_path / "c", [(5, 1.5), (10, "nan")], swept=["layer=[/a,/b]", "seed=1"])
+    make(tmp_path / "d", [], swept=["layer=[b,c]", "seed=1"], state="failed", message="it broke")
+    make(tmp_path / "e", [(10, 2.5)], swept=["layer=[b,c]", "seed=2"])
+    make(tmp_path / "f", [(1, 0.1)], swept=["layer=[b,c]", "seed=3"], state="failed")  # an early value is no result
     assert tell(tmp_path) == 2
     rows = table(tmp_path)
-    assert [(row["layer"], row["seed"]) for row in rows[:3]] == [("b", "0"), ("b", "2"), ("a", "0")]
+    assert [(row["layer"], row["seed"]) for row in rows[:3]] == [("[b,c]", "0"), ("[b,c]", "2"), ("[/a,/b]", "0")]
     assert [float(row["validation/bits_per_byte"]) for row in rows[:3]] == [2.0, 2.5, 3.0]  # the last, not the best
     assert {row["state"] for row in rows[3:]} == {"finished", "failed"}
     out = capsys.readouterr().out
-    assert "d: failed: it broke" in out and "deviation" in out
+    assert "d: failed: it broke" in out and "deviation" in out and "[/a,/b]" in out and "[b,c]" in out
     text = (tmp_path / "runs.md").read_text()
-    assert "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
+    assert "| layer | seed | state | step | validation/bits_per_byte |" in text and "| [b,c] | 2.2500 | 0.3536 | 2 |" in text
     assert (tmp_path / "runs.png").stat().st_size > 5000
     for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "50")):  # a narrow terminal
         monkeypatch.setenv(name, value)
     assert tell(tmp_path, "train/loss") == 2
     narrow = capsys.readouterr().out
     assert "terminal: bits_per_byte\n" in narrow and "9.5000" in narrow and "…" not in narrow
-
-
-def test_brackets_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "a", [(5, 1.0)], swept=["data.path=[/a,/b]", "model.blocks=[ttt_mlp,attention]"])
-    make(tmp_path / "b", [(5, 2.0)], swept=["data.path=[/a]", "model.blocks=[ttt_mlp]"])
-    assert tell(tmp_path) == 0
-    out = capsys.readouterr().out
-    assert "[/a,/b]" in out and "[ttt_mlp,attention]" in out
 
 
 def test_any_folder_of_runs(tmp_path: Path, told: Callable[..., str]) -> None:
