@@ -169,9 +169,8 @@ class CheckedImages(Dataset[tuple[Any, int]]):
 
     def _name(self, index: int) -> str:
         try:
-            if self.reader is None:
-                return str(self.dataset.samples[index][0])
-            return str(self.reader.filename(index, absolute=True))
+            reader = self.reader
+            return str(self.dataset.samples[index][0] if reader is None else reader.filename(index, absolute=True))
         except Exception:  # a reader without file names, or one that has to decode the image to know
             return f"number {index}"
 

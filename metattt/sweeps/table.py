@@ -204,8 +204,7 @@ def _markdown(table: Sequence[Sequence[str]]) -> str:
 def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
     """Draws a metric of the runs against the steps, the best dark and on top; whether there was anything to draw."""
     curves = [(run, [point for point in run.curve(metric) if math.isfinite(point[1])]) for run in found]
-    curves = [(run, points) for run, points in curves if points]
-    if not curves:
+    if not (curves := [one for one in curves if one[1]]):
         return False
     import matplotlib
     from matplotlib.figure import Figure
@@ -219,7 +218,6 @@ def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
         axes.plot(*zip(*points, strict=True), label=label if place < NAMED_RUNS else None, **style)
     axes.set(xlabel="outer-loop steps", ylabel=metric)
     axes.grid(alpha=0.3)
-    title = None if len(curves) <= NAMED_RUNS else f"the best {NAMED_RUNS} of {len(curves)}"
-    axes.legend(fontsize="small", title=title)
+    axes.legend(fontsize="small", title=f"the best {NAMED_RUNS} of {len(curves)}" if place >= NAMED_RUNS else None)
     figure.savefig(file, format="png")
     return True
