@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from common import exit_code, settings, some
+from common import exit_code, settings
 from comparisons.cells import Runner
-from comparisons.comparison import Claim, Row
+from comparisons.comparison import Asked, AtASize, Claim, Row
 from comparisons.curves import inner_loss, position
 from comparisons.rows import rows
 from comparisons.sequences import in_context, recall
@@ -34,32 +34,14 @@ KINDS: dict[str, Callable[[Claim, Runner], Report]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Size:
-    """What a file has for a size; see `Claim`."""
-
-    minutes: float = 0.0
-    rows: list[str] | None = None  # None: all
-    overrides: list[str] = field(default_factory=list)
-    evaluate: list[str] = field(default_factory=list)
-    seeds: list[int] = some(0)
-    learning_rates: list[float] = field(default_factory=list)
-    conditions: dict[str, list[str]] = field(default_factory=dict)
-
-
-@dataclass
-class File:
+@dataclass(kw_only=True)
+class File(Asked):
     """What is in the file of a claim."""
 
     kind: str = MISSING
-    title: str = MISSING
-    asked: str = MISSING
     rows: dict[str, Any] = MISSING  # name -> overrides, or those and the paper's figure: `overrides`, `reported`
-    sizes: dict[str, Size] = MISSING
-    overrides: list[str] = field(default_factory=list)
-    objective: str = Claim.objective
-    lower_is_better: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, AtASize] = MISSING
+    overrides: list[str] = field(default_factory=list)  # of every run, at every size
 
 
 @dataclass
@@ -144,12 +126,9 @@ def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]
         row = content.rows[one]
         row = {"overrides": row} if isinstance(row, list) else row
         found.append(Row(one, tuple(row["overrides"]), row.get("reported")))
-    return content.kind, Claim(
-        file.stem, size, content.title, content.asked.strip(), found,
-        (*content.overrides, *section.overrides), tuple(section.evaluate), tuple(section.seeds),
-        tuple(section.learning_rates), {name: tuple(words) for name, words in section.conditions.items()},
-        section.minutes, content.options, content.objective, content.lower_is_better,
-    )  # fmt: skip
+    same = {one.name: getattr(content, one.name) for one in fields(Asked)}
+    of_size = vars(section) | {"rows": found, "overrides": [*content.overrides, *section.overrides]}
+    return content.kind, Claim(name=file.stem, size=size, **same, **of_size)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_every_row_composes_and_is_not_reported_on_what_it_was_chosen_on(name: s
         claim = claims.read(name, size)[1]
         assert claim.rows and claim.minutes and (size == "smoke" or len(claim.seeds) >= 3)
         for row in claim.rows:
-            for words in (claim.conditions or {"": ()}).values():
+            for words in (claim.conditions or {"": []}).values():
                 cfg = compose(*row.overrides, *words, *claim.overrides)
                 assert cfg.data.get("test_fraction", 1) > 0 and "split=test" in claim.evaluate
 
@@ -224,7 +224,10 @@ class Canned(Runner):
 def test_rows_are_sorted_compared_with_a_baseline_and_failures_named(tmp_path: Path) -> None:
     chosen = [Row(name, (f"layer={name}",), None) for name in ("lact", "linear", "gla", "bad")]
     options = {"best_first": True, "baseline": "linear", "behind": 1.1}
-    claim = Claim("x", "cpu", "Title", "asked", chosen, (), ("split=test",), (0, 1), (1e-3, 2e-2), options=options)
+    claim = Claim(
+        name="x", size="cpu", title="Title", asked="asked", rows=chosen, evaluate=["split=test"], seeds=[0, 1],
+        learning_rates=[1e-3, 2e-2], options=options,
+    )  # fmt: skip
     report = rows(claim, Canned(tmp_path, {"gla": 2.0, "linear": 2.5, "lact": 3.0}))
     (table,) = report.tables.values()
     assert [row["row"] for row in table] == ["`gla`", "`linear`", "`lact`", "`bad`"]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common import Row as Record
+from common import some
+from omegaconf import MISSING
 from report import Report
 
 from comparisons.cells import Cell, Result, Runner
@@ -33,38 +35,53 @@ class Row(NamedTuple):
     reported: float | None
 
 
-@dataclass
-class Claim:
-    """A claim at one size.
+@dataclass(kw_only=True)
+class AtASize:
+    """What a claim's file has for a size.
 
     Attributes:
-        name, size: of the claim.
-        title, asked: of the page, as Markdown.
-        rows: what is compared.
+        minutes: of computing that all cells take together, about.
+        rows: names of those that are compared; None: all.
         overrides: of every run.
         evaluate: of every evaluation.
         seeds: of the runs that are reported; the learning rate is chosen with the first.
         learning_rates: that are tried for every row; none leaves that of the rows.
         conditions: name -> overrides; every row is tuned, run and evaluated anew under each.
-        minutes: of computing that all cells take together, about.
-        options: what only some kinds of claims have.
-        objective, lower_is_better: column of a run's log that learning rates are compared by.
     """
+
+    minutes: float = 0.0
+    rows: Any = None
+    overrides: list[str] = field(default_factory=list)
+    evaluate: list[str] = field(default_factory=list)
+    seeds: list[int] = some(0)
+    learning_rates: list[float] = field(default_factory=list)
+    conditions: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """What a claim has at all sizes.
+
+    Attributes:
+        title, asked: of the page, as Markdown.
+        objective, lower_is_better: column of a run's log that learning rates are compared by.
+        options: what only some kinds of claims have.
+    """
+
+    title: str = MISSING
+    asked: str = MISSING
+    objective: str = "validation/bits_per_byte"
+    lower_is_better: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Claim(Asked, AtASize):
+    """A claim at one size, with the rows that are compared."""
 
     name: str
     size: str
-    title: str
-    asked: str
     rows: list[Row]
-    overrides: tuple[str, ...] = ()
-    evaluate: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0,)
-    learning_rates: tuple[float, ...] = ()
-    conditions: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    minutes: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
-    objective: str = "validation/bits_per_byte"
-    lower_is_better: bool = True
 
     def cells(self) -> int:
         """How many there are."""
@@ -93,7 +110,7 @@ class Claim:
         told = "\n".join(f"- {one}" for one in seen)
         lines = [f"- {one.cell.name} did not finish: {one.message}" for one in dict.fromkeys(failed)]
         return Report(
-            self.title, f"**Asked.** {self.asked}\n\n**Seen.**\n\n{told}", tables, (), {"size": self.size},
+            self.title, f"**Asked.** {self.asked.strip()}\n\n**Seen.**\n\n{told}", tables, (), {"size": self.size},
             draw if records else None, records, [*lines, *(f"- {one}" for one in (*settings, *notes))],
         )  # fmt: skip
 
@@ -144,7 +161,7 @@ def compare(claim: Claim, runner: Runner, judge: Callable[[Path], float] | None 
         judge: what a run's learning rate is judged by, from its folder; None: the last `claim.objective`.
     """
     value = judge or (lambda folder: last_value(folder, claim.objective))
-    pairs = [(row, condition) for condition in claim.conditions or {"": ()} for row in claim.rows]
+    pairs = [(row, condition) for condition in claim.conditions or {"": []} for row in claim.rows]
 
     def name(row: Row, condition: str) -> str:
         return f"{condition}, {row.name}" if condition else row.name
@@ -169,7 +186,7 @@ def compare(claim: Claim, runner: Runner, judge: Callable[[Path], float] | None 
         seeds = claim.seeds if best or not claim.learning_rates else (first,)
         wanted += [(row, condition, seed, chosen) for seed in seeds]
     runs = runner.run([training(*one) for one in wanted])
-    tests = runner.run([Cell(f"{run.cell.name} test", "eval", claim.evaluate, run.cell) for run in runs])
+    tests = runner.run([Cell(f"{run.cell.name} test", "eval", tuple(claim.evaluate), run.cell) for run in runs])
     compared.scored.extend(Scored(*one, run, test) for one, run, test in zip(wanted, runs, tests, strict=True))
     return compared
 
