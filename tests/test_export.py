@@ -74,12 +74,13 @@ def test_open_sizes_where_there_is_no_loop(strict: bool) -> None:
 
 
 def test_an_exported_program_is_saved_with_its_states() -> None:
-    model = LanguageModel(50, 16, 1, partial(build, "ttt_linear"))
-    for module, x in ((build("titans_mag"), torch.randn(2, 9, 16)), (model, torch.randint(50, (2, 9)))):
-        file, expected = io.BytesIO(), module(x)
-        torch.export.save(torch.export.export(module, (x,)), file)
+    """And takes other masks than the one that it was exported with."""
+    model, masks = LanguageModel(50, 16, 1, partial(build, "ttt_linear")), torch.rand(2, 2, 19) > 0.3
+    for module, x in ((build("titans_mag"), torch.randn(2, 19, 16)), (model, torch.randint(50, (2, 19)))):
+        file, expected = io.BytesIO(), module(x, mask=masks[1])
+        torch.export.save(torch.export.export(module, (x,), {"mask": masks[0]}), file)
         file.seek(0)
-        program = torch.export.load(file).module()
+        program = partial(torch.export.load(file).module(), mask=masks[1])
         assert type(program(x)[1]) is type(expected[1])
         check(program, expected, x)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from metattt.inner.tokens import JOINED, Block, Tokens, each, rows
 from metattt.inner.verify import tensors_in
 from metattt.memory import Memory, named
 from metattt.modules import RECORDING, TRACED, transformed
+from metattt.nested import map_tensors, tensors_of
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Views
@@ -199,20 +199,17 @@ def _as_function(
     parameters: Tensors = dict(parts.named_parameters())
     if buffers:
         parameters |= dict(parts.named_buffers())
-    present = [x is not None for x in tokens.tensors]
-    keys = [(slot, name) for slot, weights in memory.items() for name in weights]
+    held = tokens, memory, blocks, parameters
+    places: Any = map_tensors(lambda _: ..., held)  # `body` keeps no tensor
     after: list[tuple[str, str]] = []
 
     def body(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
-        given = Tokens.from_tensors([next(rest) if here else None for here in present])
-        entering = named(keys, islice(rest, len(keys)))
-        values = dict(zip(parameters, rest, strict=True))
+        given, entering, columns, values = map_tensors(lambda _: next(rest), places, type(...))
         task, learner, rule = with_values(parts, values)
         inside = loop._replace(task=task, learner=learner, rule=rule)  # type: ignore[arg-type]
-        y, leaving = plainly(inside, given, entering, blocks, read)
+        y, leaving = plainly(inside, given, entering, columns, read)
         after[:] = [(slot, name) for slot, weights in leaving.items() for name in weights]
         return ([y] if y is not None else []) + [leaving[slot][name] for slot, name in after]
 
-    entering = [memory[slot][name] for slot, name in keys]
-    return body, [*[x for x in tokens.tensors if x is not None], *entering, *parameters.values()], after
+    return body, tensors_of(held), after
