@@ -178,9 +178,9 @@ class PlannedLayer(SequenceLayer):
             return method(views, data, ctx, gates)
         try:
             return method(views, data, ctx, gates)
-        except torch.OutOfMemoryError:
-            raise
         except FAILURES as error:
+            if isinstance(error, torch.OutOfMemoryError) or "Inference tensors" in str(error):
+                raise
             learner: Any = self.learner
             learner.scan(views, {}, ctx, gates)  # which raises what else is wrong
             held = ", ".join(f"{name} {list(x.shape)} of {x.dtype}" for name, x in data.items())
