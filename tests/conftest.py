@@ -61,6 +61,30 @@ def _composed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_runs() -> Iterator[None]:
+    """Half of the time of a small run is its picture, and a table of all n-grams of its text: the first picture of a file's runs
+    is drawn, and written again by the others; and n-grams are listed. (Both are tested in `training/test_training`.)"""
+    with pytest.MonkeyPatch.context() as patch:
+        if (callbacks := sys.modules.get("metattt.training.callbacks")) is not None:
+            patch.setattr(callbacks, "plot", _drawn_once(callbacks.plot))
+            patch.setattr("metattt.measures.ngram.MOST", 2**20)
+        yield
+
+
+def _drawn_once(plot: Callable[..., None]) -> Callable[..., None]:
+    drawn: list[bytes] = []
+
+    def draw(points: Any, baselines: Any, path: Path, *words: Any) -> None:
+        if not drawn:
+            plot(points, baselines, path, *words)
+            drawn.append(path.read_bytes())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(drawn[0])
+
+    return draw
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     torch.set_num_threads(1)
