@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,15 @@ def test_what_an_absent_library_looks_like(tmp_path: Path, monkeypatch: pytest.M
     assert not isinstance(broken.value, MissingExtra)
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Every file of the package, parsed."""
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "metattt").rglob("*.py"))}
+
+
 def calls() -> Iterator[tuple[Path, str, str]]:
     """Every `need` and `absence` of the package: file, library, extra."""
-    for file in sorted((ROOT / "metattt").rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+    for file, tree in trees().items():
         assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
         tables = {ast.unparse(node.targets[0]): node.value for node in assigned}
         for node in ast.walk(tree):
@@ -171,8 +177,8 @@ def test_every_library_that_is_imported_is_declared() -> None:
     core = names(PROJECT["dependencies"])
     importable = {{"hydra-core": "hydra", "pyyaml": "yaml"}.get(name, name) for name in core}
     extra = {library for _, library, _ in calls()}
-    for file in sorted((ROOT / "metattt").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 modules.append(str(node.module))

@@ -233,7 +233,7 @@ def compiled_error(spec: Specimen, backend: str, length: int) -> float:
     return error(layer, lambda x: graph(x)[0], tokens(length))
 
 
-@pytest.mark.parametrize("name", ["dual", "summed", "primal", "online"])
+@pytest.mark.parametrize("name", ["summed", "primal", "online"])  # dual: test_compiled_with_a_carried_state
 def test_compiled_in_one_graph(name: str) -> None:
     assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
 
@@ -323,12 +323,12 @@ def test_compiled_with_a_carried_state() -> None:
     torch._dynamo.reset()
     layer = SPECIMENS["dual"].make()
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = tokens(8)
-    eager = run(layer, x)
-    with torch.no_grad():
-        first, state = graph(x[:, :4])
-        second, _ = graph(x[:, 4:], state)
-    assert distance(torch.cat([first, second], dim=1), eager.y) <= BOUND
+
+    def in_two(x: Tensor) -> Tensor:
+        first, state = graph(x[:, :3])
+        return torch.cat([first, graph(x[:, 3:], state)[0]], dim=1)
+
+    assert error(layer, in_two, tokens(6)) <= BOUND
 
 
 # -- learners that do not fit -------------------------------------------------------------------------------------------
