@@ -4,8 +4,6 @@ and refused."""
 import io
 import itertools
 import shutil
-import subprocess
-import sys
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ import timm.data
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from processes_for_tests import two_processes
 from refusals_for_tests import refusal
 from runs_for_tests import Killed, after_step, log
 from torch import Tensor
@@ -297,17 +296,12 @@ def test_killed_and_resumed_with_augmentation(workers: int, folder: Path, tmp_pa
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """With the same steps, started by the command line as a user starts them."""
-    given = ("experiment=digits_pixel/mttt_mlp", *SMALL, "trainer.max_steps=4", "training.warmup_steps=1")
-    command = (sys.executable, "-m", "metattt", "train", *given, "trainer.val_check_interval=2")
-    logs = []
-    for several in ((), ("trainer=ddp", "trainer.devices=2")):
-        run = tmp_path / f"run{len(several)}"
-        out = subprocess.run([*command, f"output_dir={run}", *several], capture_output=True, text=True, timeout=300)
-        assert out.returncode == 0, out.stderr[-2000:]
-        assert out.stdout.count("4 steps of") == 1 and ("2 processes" in out.stdout) == bool(several)
-        assert "Warning" not in out.stderr
-        logs.append([{name: float(value or 0) for name, value in row.items() if "inner_loss" not in name} for row in log(run)])
+    given = ("experiment=digits_pixel/mttt_mlp", *SMALL, "trainer.max_steps=4", "training.warmup_steps=1", "trainer.val_check_interval=2")
+    assert train(compose(*given, f"output_dir={tmp_path / 'one'}")) == 0
+    codes, output = two_processes(tmp_path, *given, f"output_dir={tmp_path / 'two'}", "trainer=ddp")
+    assert codes == [0, 0] and "Warning" not in output and output.count("4 steps of") == 1 and "2 processes" in output, output
+    rows = [log(tmp_path / name) for name in ("one", "two")]
+    logs = [[{name: float(value or 0) for name, value in row.items() if "inner_loss" not in name} for row in each] for each in rows]
     assert len(logs[1]) == 6 and logs[0] == [pytest.approx(row, rel=1e-4) for row in logs[1]]
 
 

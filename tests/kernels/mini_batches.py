@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
 import torch
 from torch import Tensor
 
@@ -68,6 +73,18 @@ def like(weights: Leaves) -> Leaves:
     return {name: 0.1 * torch.randn_like(w) for name, w in weights.items()}
 
 
-def poisoned(x: Tensor) -> Tensor:
-    """What memory may hold before it is written."""
-    return x.fill_(torch.nan) if x.is_floating_point() else x
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory is full of NaN before it is written."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return wrapped
+
+    with ExitStack() as patches:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
+            patches.enter_context(mock.patch.object(owner, name, poisoned(getattr(owner, name))))
+        yield

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from mini_batches import poisoned_memory
 from torch import Tensor
 
 from metattt.kernels.triton.on_gpu import OnGPU
@@ -189,14 +190,6 @@ def laid_out(given: Given, case: Case) -> Given:
 @contextmanager
 def launches(case: Case) -> Iterator[None]:
     """Cut up as the case says, with memory that is full of NaN before it is written."""
-
-    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(*args: Any, **kwargs: Any) -> Tensor:
-            x = make(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() else x
-
-        return wrapped
-
     # In the interpreter every tile costs time: as few as there can be, unless the case is about them.
     tile = case.tile or (None if DEVICE == "cuda" else min(256, 4 * case.d & -(4 * case.d)))
     keys = [mlp_tuning.key(one, case.d, case.b) for one in ("forward", "backward", "decode")]
@@ -206,9 +199,7 @@ def launches(case: Case) -> Iterator[None]:
         mock.patch.dict(mlp_tuning.TABLE, table),
         mock.patch.object(mlp_tuning, "SEGMENT", case.segment),
         mock.patch.object(mlp_backward, "PROGRAMS", case.together),
-        mock.patch.object(torch, "empty", poisoned(torch.empty)),
-        mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
-        mock.patch.object(Tensor, "new_empty", poisoned(Tensor.new_empty)),
+        poisoned_memory(),
     ):
         yield
 

@@ -109,46 +109,25 @@ def brute_force(train: list[int], context: list[int], token: int, vocab: int) ->
     return (followers.count(token) + different * shorter) / (len(followers) + different)
 
 
-def drawn(seed: int, *sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens 0 to 3 to count, and others to predict, with a token that is not among the first."""
-    random = np.random.default_rng(seed)
-    train, validation = (random.choice(4, p=[0.5, 0.3, 0.1, 0.1], size=size).astype(np.uint16) for size in sizes)
-    validation[0, 2] = 4
-    return train, validation
-
-
-def test_the_baseline_equals_a_brute_force_count() -> None:
-    vocab, (train, validation) = 5, drawn(0, (6, 7), (3, 6))
-    nats = NGram(vocab).fit(train).nats(validation)
-    stream = train.reshape(-1).tolist()
-    for row, window in enumerate(validation.tolist()):
-        for t in range(1, len(window)):
-            expected = -math.log(brute_force(stream, window[max(0, t - 2) : t], window[t], vocab))
-            assert math.isclose(nats[row, t - 1], expected, rel_tol=1e-12)
+@pytest.mark.parametrize("way", [{}, {"PIECE": 17}, {"MOST": 0}], ids=["a table", "in pieces", "listed"])
+def test_the_baseline_equals_a_brute_force_count(way: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in way.items():
+        monkeypatch.setattr(f"metattt.measures.ngram.{name}", value)
+    random, vocab = np.random.default_rng(0), 5
+    train, validation = (random.choice(4, p=[0.5, 0.3, 0.1, 0.1], size=size).astype(np.uint16) for size in ((9, 8), (4, 8)))
+    validation[0, 2] = 4  # a token that is not in the text
+    model, stream = NGram(vocab, 3).fit(train), train.reshape(-1).tolist()
     sizes = np.array([1, 2, 1, 3, 0])  # bytes of the tokens
-    bits = nats.sum() / math.log(2) / sizes[validation[:, 1:]].sum()
-    assert math.isclose(NGram(vocab).fit(train).bits_per_byte(validation, sizes), bits, rel_tol=1e-12)
-
-
-def test_a_text_is_counted_and_predicted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, validation = drawn(2, (9, 8), (5, 8))
-    whole = NGram(5, 3).fit(train)
-    monkeypatch.setattr("metattt.measures.ngram.PIECE", 17)
-    pieces, sizes = NGram(5, 3).fit(train), np.ones(5)
-    assert np.array_equal(whole.nats(validation), pieces.nats(validation))
-    bits = whole.nats(validation).sum() / math.log(2) / validation[:, 1:].size
-    assert math.isclose(pieces.bits_per_byte(validation, sizes), bits, rel_tol=1e-12)
-
-
-def test_counts_that_are_listed_are_those_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, validation = drawn(1, (9, 8), (4, 8))
-    table = NGram(5, 3).fit(train)
-    monkeypatch.setattr("metattt.measures.ngram.MOST", 0)
-    listed = NGram(5, 3).fit(train)
-    for order in (None, 0, 1, 2, 3):
-        assert np.array_equal(table.nats(validation, order), listed.nats(validation, order))
-    assert np.array_equal(listed.nats(validation, 2), NGram(5, 2).fit(train).nats(validation))
-    assert not np.array_equal(listed.nats(validation, 2), listed.nats(validation, 3))
+    for order in range(4):
+        nats = model.nats(validation, order)
+        for row, window in enumerate(validation.tolist()):
+            for t in range(1, len(window)):
+                expected = -math.log(brute_force(stream, window[max(0, t - order) : t], window[t], vocab))
+                assert math.isclose(nats[row, t - 1], expected, rel_tol=1e-12)
+        bits = nats.sum() / math.log(2) / sizes[validation[:, 1:]].sum()
+        assert math.isclose(model.bits_per_byte(validation, sizes, order), bits, rel_tol=1e-12)
+    assert np.array_equal(model.nats(validation), nats)
+    assert np.array_equal(model.nats(validation, 2), NGram(vocab).fit(train).nats(validation))
     refusal(lambda: NGram(257, 8), "order 8 over 257")
 
 
