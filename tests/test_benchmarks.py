@@ -204,20 +204,21 @@ def test_a_cell_runs_again_if_it_failed_or_its_configuration_changed(
 
 
 class Canned(Runner):
-    """Cells of rows that score what is given; a row without a score fails."""
+    """In the place of the processes: every cell is finished, with the files that `files` makes of it; without any it has failed."""
 
-    def __init__(self, folder: Path, scores: dict[str, float]):
+    def __init__(self, folder: Path, files: Callable[[Cell], dict[str, str]]):
         super().__init__(folder, 1, 0, lambda line: None)
-        self.scores = scores
+        self.files, self.asked = files, list[Cell]()
 
     def run(self, cells: Sequence[Cell]) -> list[Result]:
+        self.asked += cells
         found = []
         for cell in cells:
-            folder, score = self.folder / cell.place, self.scores.get(cell.name.partition(" ")[0])
+            folder, files = self.folder / cell.place, self.files(cell)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "metrics.csv").write_text(f"step,train/loss,validation/bits_per_byte\n1,,{score}\n")
-            (folder / "by_position.csv").write_text(f"first,last,tokens,loss,bits_per_byte\n1,4,4,1.0,{score}\n")
-            found.append(Result(cell, folder, score is not None, "" if score else "no such layer", 1.0))
+            for name, text in files.items():
+                (folder / name).write_text(text)
+            found.append(Result(cell, folder, bool(files), "" if files else "no such layer", 1.0))
         return found
 
 
@@ -228,7 +229,14 @@ def test_rows_are_sorted_compared_with_a_baseline_and_failures_named(tmp_path: P
         name="x", size="cpu", title="Title", asked="asked", rows=chosen, evaluate=["split=test"], seeds=[0, 1],
         learning_rates=[1e-3, 2e-2], options=options,
     )  # fmt: skip
-    report = rows(claim, Canned(tmp_path, {"gla": 2.0, "linear": 2.5, "lact": 3.0}))
+    scores = {"gla": 2.0, "linear": 2.5, "lact": 3.0}
+
+    def files(cell: Cell) -> dict[str, str]:
+        score = scores.get(cell.name.partition(" ")[0])
+        log = f"step,train/loss,validation/bits_per_byte\n1,,{score}\n"
+        return {"metrics.csv": log, "by_position.csv": f"first,last,tokens,loss,bits_per_byte\n1,4,4,1.0,{score}\n"} if score else {}
+
+    report = rows(claim, Canned(tmp_path, files))
     (table,) = report.tables.values()
     assert [row["row"] for row in table] == ["`gla`", "`linear`", "`lact`", "`bad`"]
     assert [row["times linear"] for row in table] == ["0.800", "1.000", "1.200", "–"]

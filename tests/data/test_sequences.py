@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparisons import baselines
-from comparisons.cells import Cell, Result, Runner
+from comparisons.cells import Cell
 from comparisons.sequences import in_context, recall
 from refusals_for_tests import refusal
 from runs_for_tests import column, log
+from test_benchmarks import Canned
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -246,24 +246,6 @@ def test_estimators_against_their_definitions() -> None:
     assert ridge[0.48] < min(ridge[1e-3], ridge[10.0])
     exact = baselines.errors(baselines.least_squares, *baselines.examples(InContextData(features=3, examples=6), "test", 50))
     assert exact[3] < 1e-9 < 0.05 < exact[2] and exact[0] == pytest.approx(1, abs=0.5)
-
-
-class Canned(Runner):
-    """In the place of the processes: every cell is finished, with the files that `files` makes of its name."""
-
-    def __init__(self, folder: Path, files: Any):
-        self.folder, self.files, self.asked = folder, files, list[Cell]()
-
-    def run(self, cells: Sequence[Cell]) -> list[Result]:
-        found = []
-        for cell in cells:
-            folder = self.folder / cell.place
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in self.files(cell).items():
-                (folder / name).write_text(text)
-            self.asked.append(cell)
-            found.append(Result(cell, folder, True, "", 1.0))
-        return found
 
 
 def test_the_report_on_recall_takes_the_rate_with_the_fewest_steps(tmp_path: Path) -> None:
