@@ -33,11 +33,7 @@ SMALL = {
 }
 
 
-def slow(names: Sequence[str], but: Sequence[str]) -> list[Any]:
-    return [name if name in but else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", slow([*SMALL], ["layer"]))
+@pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_checks_measures_and_writes(name: str, tmp_path: Path) -> None:
     assert speed.main([name, *SMALL[name].split(), f"output_dir={tmp_path}"]) == 0
     content = json.loads((tmp_path / f"{name}.json").read_text())
@@ -134,7 +130,7 @@ def test_what_has_moved_says_where(words: str, place: str, told: Callable[..., s
 NAMES = sorted(file.stem for file in claims.CONFIGS.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", slow(NAMES, ["table1"]))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_row_composes_and_is_not_reported_on_what_it_was_chosen_on(name: str) -> None:
     for size in ("smoke", "cpu", "gpu"):
         claim = claims.read(name, size)[1]
@@ -145,7 +141,6 @@ def test_every_row_composes_and_is_not_reported_on_what_it_was_chosen_on(name: s
                 assert cfg.data.get("test_fraction", 1) > 0 and "split=test" in claim.evaluate
 
 
-@pytest.mark.slow
 def test_a_claim_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,7 +289,6 @@ def test_a_crash_costs_one_line_and_what_is_there_is_skipped(tmp_path: Path, mon
     assert asked[3] == [2]
 
 
-@pytest.mark.slow
 def test_the_stages_run_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     small = "device=cpu tokens=16 lengths=[16] num_heads=[1] head_dim=32 dtype=float32 decode_batch=2 programs=[1]"

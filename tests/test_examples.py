@@ -27,7 +27,6 @@ def load(name: str) -> ModuleType:
     return script(EXAMPLES / f"{name}.py")
 
 
-@pytest.mark.slow
 def test_forecast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     forecast = load("forecast")
     counts = [sum(p.numel() for p in forecast.Forecaster(name).parameters()) for name in forecast.WIDTHS]
@@ -48,13 +47,11 @@ def test_erasing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "solved" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_layer_in_a_model_of_timm() -> None:
     found = load("timm_vit").main(steps=60)
     assert found["MTTT-Linear in every second block"] > 0.3, "chance is 0.1"
 
 
-@pytest.mark.slow
 def test_a_layer_in_a_model_of_transformers() -> None:
     pytest.importorskip("transformers")
     found = load("transformers_llama").main(steps=20)
@@ -100,7 +97,6 @@ def test_attached_layers_are_trained_alone_and_go_on(tmp_path: Path, monkeypatch
         module.load_state_dict(written)
 
 
-@pytest.mark.slow
 def test_the_notebook(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     file = shutil.copy(EXAMPLES / "ten_minutes.ipynb", tmp_path)

@@ -76,21 +76,15 @@ recorded = pytest.mark.skipif(
 
 
 @recorded
-def test_a_language_model_learns_as_it_did(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "losses", "validated"), [
+    ("experiment=stdlib data.path={folder}/text dim=64 model.num_layers=2",
+     [5.562023639678955, 5.0535888671875, 4.21458625793457, 3.652686834335327], [4.210021581405249, 3.3989822436601687]),
+    ("experiment=digits_pixel", [2.3025853633880615, 2.3025853633880615, 2.304593086242676, 2.3052921295166016],
+     [2.3025853574109942, 2.302429624254657, 2.3023462747132877, 2.3009764689921006]),
+], ids=["text", "images"])  # fmt: skip
+def test_a_model_learns_as_it_did(command: str, losses: list[float], validated: list[float], tmp_path: Path) -> None:
     write_text(tmp_path / "text")
-    command = f"experiment=stdlib data.path={tmp_path / 'text'} dim=64 model.num_layers=2 trainer.max_steps=4"
-    assert main(["train", *command.split(), "trainer.log_every_n_steps=1", f"output_dir={tmp_path / 'run'}"]) == 0
-    losses = [5.562023639678955, 5.0535888671875, 4.21458625793457, 3.652686834335327]
-    torch.testing.assert_close([*column(tmp_path / "run", "train/loss").values()], losses, rtol=2e-6, atol=0)
-    validated = [4.210021581405249, 3.3989822436601687]
-    torch.testing.assert_close([*column(tmp_path / "run", "validation/loss").values()], validated, rtol=2e-6, atol=0)
-
-
-@recorded
-def test_a_classifier_learns_as_it_did(tmp_path: Path) -> None:
-    command = "train experiment=digits_pixel trainer.max_steps=4 trainer.log_every_n_steps=1"
-    assert main([*command.split(), f"output_dir={tmp_path / 'run'}"]) == 0
-    losses = [2.3025853633880615, 2.3025853633880615, 2.304593086242676, 2.3052921295166016]
-    torch.testing.assert_close([*column(tmp_path / "run", "train/loss").values()], losses, rtol=2e-6, atol=0)
-    validated = [2.3025853574109942, 2.302429624254657, 2.3023462747132877, 2.3009764689921006]
-    torch.testing.assert_close([*column(tmp_path / "run", "validation/loss").values()], validated, rtol=2e-6, atol=0)
+    words = command.format(folder=tmp_path).split()
+    assert main(["train", *words, "trainer.max_steps=4", "trainer.log_every_n_steps=1", f"output_dir={tmp_path / 'run'}"]) == 0
+    for name, wanted in (("train/loss", losses), ("validation/loss", validated)):
+        torch.testing.assert_close([*column(tmp_path / "run", name).values()], wanted, rtol=2e-6, atol=0)

@@ -218,7 +218,6 @@ def spoil_the_second(rank: int) -> None:
         spoil_loss(pytest.MonkeyPatch(), 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "policy"), [("ddp", "stop"), ("fsdp", "skip")])
 def test_processes_decide_alike(settings: tuple[str, ...], tmp_path: Path, strategy: str, policy: str) -> None:
     given = (*settings, f"trainer={strategy}", f"on_divergence={policy}")

@@ -84,7 +84,6 @@ def test_a_logger_named_again_keeps_its_settings(here: Path) -> None:
     assert (cfg.logger.wandb.offline, cfg.logger.wandb.project, cfg.logger.wandb.id) == (True, "p", "mine")
 
 
-@pytest.mark.slow
 def test_wandb_offline_and_mlflow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert compose("logger=mlflow").logger.mlflow.tracking_uri == "sqlite:///mlflow.db"  # MLflow refuses folders

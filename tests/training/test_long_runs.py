@@ -121,7 +121,6 @@ def train_apart(steps: int, folder: Path) -> list[Figures]:
         return train_for(steps, patch, folder)
 
 
-@pytest.mark.slow
 def test_steps_leave_nothing_behind(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         figures = process.submit(train_apart, 200, tmp_path).result()

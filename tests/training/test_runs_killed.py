@@ -14,6 +14,7 @@ from processes_for_tests import Program
 
 from metattt.checkpoints.rolling import steps
 
+pytestmark = pytest.mark.slow
 SLOW_STEP = """
 import sys, time
 from metattt.cli import main
@@ -68,7 +69,6 @@ def is_gone(process: int) -> bool:
         return True
 
 
-@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_and_says_what_is_kept(tmp_path: Path) -> None:
     """Also in a call that Python cannot interrupt: here a lock, as a process waits for another."""
     run = Run(tmp_path, "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()")
@@ -82,7 +82,6 @@ def test_a_second_ctrl_c_stops_at_once_and_says_what_is_kept(tmp_path: Path) -> 
     assert [step for step, _ in steps(run.folder)] == [3]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "number", "which"), [("ddp", signal.SIGKILL, 1), ("ddp", signal.SIGSTOP, 1), ("fsdp", signal.SIGKILL, 0)]
 )
@@ -105,7 +104,6 @@ def test_when_a_process_dies_or_hangs_the_others_stop(strategy: str, number: int
     assert f"metattt train resume={run.folder}" in errors[0] and "Traceback" not in run.errors.read_text()
 
 
-@pytest.mark.slow
 def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path, "time.sleep(0.5)", "trainer=ddp", "trainer.devices=2")
     run.until(run.marker.exists)
@@ -116,7 +114,6 @@ def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: 
     assert f"stopped at step {last} (SIGTERM)" in run.process.out.read_text()
 
 
-@pytest.mark.slow
 def test_killed_at_random_moments_nothing_is_lost(tmp_path: Path) -> None:
     """The campaign in small; `python tests/robustness/kills.py` runs it in full."""
     cases = [*campaign(tmp_path / "kills", kinds=["plain"], kills=2, others=1)]
