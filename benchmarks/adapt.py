@@ -150,24 +150,22 @@ def main(words: Sequence[str]) -> int:
             first[name] = tune(model, tuned, chosen.order)
             print(name, *first[name], flush=True)
         choice, mix, adapted_mix, context = first[name]
+        longer = f"longer context ({'state' if context is None else context + SIZE})"
         for kind, documents in reported.items():
             adapter = Adapter(model, choice.fast, choice.made())
             plain, adapted = read_only(model, documents, None), scored(adapter, documents, True)
             conditions = {
                 "trained context (256 tokens)": read_only(model, documents, 192),
                 "all tokens before, by the state": plain,
-                f"longer context ({'state' if context is None else context + SIZE})": read_only(
-                    model, documents, context
-                ),
+                longer: read_only(model, documents, context),
                 "with a cache of n-grams": mixed(plain, caches[kind], mix),
                 "adapted": adapted,
                 "adapted, with the cache": mixed(adapted, caches[kind], adapted_mix),
             }
             for condition, one in conditions.items():
-                speed = 1e6 * one.seconds / len(one.nats)
                 records.append({
                     "model": name, "seed": seed, "text": kind, "condition": condition, "bits per byte": one.bits,
-                    "µs per token": speed,
+                    "µs per token": 1e6 * one.seconds / len(one.nats),
                 })  # fmt: skip
                 print(*records[-1].values(), flush=True)
     tables = {name: table([row for row in records if row["model"] == name]) for name in first}

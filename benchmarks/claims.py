@@ -1,7 +1,7 @@
 """Claims of papers on a small scale: `python benchmarks/claims.py table1 size=cpu jobs=2`; alone, the list of claims.
 
-Sizes: smoke (seconds: every row is run, too short to say anything), cpu (two cores), gpu (one GPU). The same command
-goes on: cells that have finished in <cells_dir>/<claim>/<size> are not run again. `<output_dir>/<claim>/<size>.md`,
+Sizes: smoke (seconds: every row is run, too short to say anything), cpu (two cores), gpu (one GPU). Stopped, the same
+command resumes: jobs that have finished in <runs_dir>/<claim>/<size> are not run again. `<output_dir>/<claim>/<size>.md`,
 `.json`, `.csv` and `.png` are written. A claim of yours is a file like those of `benchmarks/configs`, by its path. What
 a file has can be set: `sizes.cpu.seeds=[0,1]`.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from common import exit_code, settings
-from comparisons.cells import Runner
 from comparisons.comparison import Asked, AtASize, Claim, Row
 from comparisons.curves import inner_loss, position
+from comparisons.jobs import Runner
 from comparisons.rows import rows
 from comparisons.sequences import in_context, recall
 from omegaconf import MISSING, OmegaConf
@@ -49,14 +49,14 @@ class Settings:
     """How a claim is run."""
 
     size: str = "cpu"
-    jobs: int = 1  # cells that run at a time
-    threads: int = 1  # of torch on the CPU, in every cell
-    cells_dir: str = "runs/claims"
+    jobs: int = 1  # that run at a time
+    threads: int = 1  # of torch on the CPU, in every job
+    runs_dir: str = "runs/claims"
     output_dir: str = "results"
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs one claim; returns the exit code: 1 if a cell did not finish.
+    """Runs one claim; returns the exit code: 1 if a job did not finish.
 
     Raises:
         MetaTTTError: a setting that cannot be used, or a folder in which another process is at work.
@@ -69,27 +69,27 @@ def main(words: Sequence[str]) -> int:
     own = [word for word in words[1:] if word.partition("=")[0] in {one.name for one in fields(Settings)}]
     given = settings(Settings, own)
     kind, claim = read(words[0], given.size, [word for word in words[1:] if word not in own])
-    folder = Path(given.cells_dir).expanduser() / claim.name / claim.size
+    folder = Path(given.runs_dir).expanduser() / claim.name / claim.size
     results = Path(given.output_dir).expanduser() / claim.name
     for one in (folder, results):
         one.mkdir(parents=True, exist_ok=True)  # now: a folder that cannot be made must not show after the work
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(given.threads)  # for the cells
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(given.threads)  # for the jobs
     minutes = claim.minutes / given.jobs
-    print(f"{claim.name}, size {claim.size}: {claim.cells()} cells, about {minutes:.0f} minutes -> {folder}")
+    print(f"{claim.name}, size {claim.size}: {claim.jobs()} jobs, about {minutes:.0f} minutes -> {folder}")
     with locked(folder, "a claim"):
-        runner = Runner(folder, given.jobs, claim.cells(), lambda line: print(line, flush=True))
+        runner = Runner(folder, given.jobs, claim.jobs(), lambda line: print(line, flush=True))
         report = KINDS[kind](claim, runner)
     took = sum(one.seconds for one in runner.results.values())
     report.notes = [
         "", f"`python benchmarks/claims.py {' '.join(words)}`", "", *report.notes,
-        f"- {len(runner.results)} cells took {took / 60:.1f} minutes of computing together",
+        f"- {len(runner.results)} jobs took {took / 60:.1f} minutes of computing together",
     ]  # fmt: skip
     for path in report.write(results, claim.size, threads=given.threads, cores=len(os.sched_getaffinity(0))):
         print(f"written  {path}")
     print(report.text)
     unfinished = [one for one in runner.results.values() if not one.finished]
     if unfinished:
-        print(f"{len(unfinished)} cells have not finished: the same command tries them again")
+        print(f"{len(unfinished)} jobs have not finished: the same command tries them again")
     return int(bool(unfinished))
 
 

@@ -135,7 +135,8 @@ def way(subject: str, case: Case, device: str) -> Callable[[], object]:
     backward = case.get("pass") != "forward"
     if subject in OURS:
         given = operation(subject, case, device)
-        return partial(given.training if backward else given.inference, partial(given.run, given.layer.plan))
+        run = partial(given.run, given.layer.plan)
+        return partial(given.training, run) if backward else torch.no_grad()(run)
     operator, random = PEERS[subject](case["size"])
     shape = (case["tokens"] // case["length"], case["length"], case["heads"], case["width"])
     inputs = random(shape, DTYPES[case["dtype"]], device)

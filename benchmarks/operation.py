@@ -73,10 +73,6 @@ class Operation:
         after = torch.zeros(batch, dtype=torch.long, device=self.cotangent.device)
         return loop.columns(self.tokens, loop.start(batch, dtype), self.blocks, None, after, True)[0]
 
-    def inference(self, call: Callable[[], Tensor]) -> Tensor:
-        with torch.no_grad():
-            return call()
-
     @property
     def leaves(self) -> dict[str, Tensor]:
         """All views, step sizes, W0, norms and token steps."""

@@ -17,15 +17,9 @@ EPS = 1e-6
 
 
 def published_style(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    tau: Tensor,
-    weights: Mapping[str, Tensor],
-    scale: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, tau: Tensor, weights: Mapping[str, Tensor], scale: Tensor,
     shift: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """TTT-Linear or TTT-MLP, as `weights` are named.
 
     Args:
@@ -40,18 +34,16 @@ def published_style(
     """
     size = tau.shape[-1]
     blocks = {name: x.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4) for name, x in (("q", q), ("k", k), ("v", v))}
-    steps = (tau[:, None, None, :, None] * eta.unflatten(2, (-1, size)).unsqueeze(-2)).permute(
-        2, 0, 1, 3, 4
-    )  # [n, B, H, b, b]
+    steps = tau[:, None, None, :, None] * eta.unflatten(2, (-1, size)).unsqueeze(-2)
+    steps = steps.permute(2, 0, 1, 3, 4)  # [n, B, H, b, b]
     state = {name: x if x.ndim == 4 else x.unsqueeze(2) for name, x in weights.items()}
     affine = scale[None, :, None], shift[None, :, None]
     step = _mlp if "w2" in weights else _linear
     out = torch.empty_like(blocks["q"])
     for i in range(steps.shape[0]):
         out[i], state = step(blocks["q"][i], blocks["k"][i], blocks["v"][i], steps[i], state, *affine)
-    return out.permute(1, 2, 0, 3, 4).flatten(2, 3), {
-        name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()
-    }
+    after = {name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()}
+    return out.permute(1, 2, 0, 3, 4).flatten(2, 3), after
 
 
 def _linear(

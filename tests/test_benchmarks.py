@@ -15,9 +15,9 @@ import gpu
 import pytest
 import speed
 import torch
-from comparisons import cells
-from comparisons.cells import Cell, Result, Runner
+from comparisons import jobs
 from comparisons.comparison import Claim, Row, order, ranked, spread, steps_against
+from comparisons.jobs import Job, Result, Runner
 from comparisons.rows import rows
 from refusals_for_tests import refusal
 
@@ -145,12 +145,12 @@ def test_a_claim_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["table1", "size=smoke", "sizes.smoke.rows=[learnable_lr]", "sizes.smoke.seeds=[1]"]
-    words.append(f"cells_dir={tmp_path / 'cells'}")
+    words.append(f"runs_dir={tmp_path / 'jobs'}")
     assert claims.main([*words, f"output_dir={tmp_path / 'first'}"]) == 0
-    assert "cell 2/2 learnable_lr lr=0.003 seed=1 test: finished in" in capsys.readouterr().out
-    monkeypatch.setattr(cells.PROCESSES, "Process", None)
+    assert "job 2/2 learnable_lr lr=0.003 seed=1 test: finished in" in capsys.readouterr().out
+    monkeypatch.setattr(jobs.subprocess, "Popen", None)
     assert claims.main([*words, f"output_dir={tmp_path / 'again'}"]) == 0
-    assert "cell 2/2 learnable_lr lr=0.003 seed=1 test: finished before" in capsys.readouterr().out
+    assert "job 2/2 learnable_lr lr=0.003 seed=1 test: finished before" in capsys.readouterr().out
     first, again = ((tmp_path / name / "table1" / "smoke.csv").read_text() for name in ("first", "again"))
     assert first == again and "learnable_lr,1,0.003" in first
     assert "python benchmarks/claims.py table1 size=smoke" in (tmp_path / "first/table1/smoke.md").read_text()
@@ -163,57 +163,53 @@ def test_a_cell_runs_again_if_it_failed_or_its_configuration_changed(
     began: list[str] = []
 
     class Process:
-        """A cell in this process: training succeeds unless it is told not to."""
+        """A job in this process: training succeeds unless it is told not to."""
 
-        exitcode = 0
+        def __init__(self, words: Sequence[str], stdout: Any, **_: Any):
+            began.append(words[4])
+            self.code = int("fail=true" in words)
+            stdout.write("Traceback\nerror: it fails\n")
 
-        def __init__(self, target: Any, args: Sequence[Any]):
-            began.append(args[0])
-            self.exitcode = int("fail=true" in args[1])
-            Path(args[2]).write_text("Traceback\nerror: it fails\n")
+        def wait(self) -> int:
+            return self.code
 
-        def start(self) -> None:
-            return
-
-        join = start
-
-    monkeypatch.setattr(cells.PROCESSES, "Process", Process)
-    monkeypatch.setattr(Cell, "composed", "one")
-    good, bad = Cell("good", "train", ("dim=8",)), Cell("bad", "train", ("fail=true",))
-    both = [good, bad, Cell("bad test", "eval", ("split=test",), bad)]
+    monkeypatch.setattr(jobs.subprocess, "Popen", Process)
+    monkeypatch.setattr(Job, "composed", "one")
+    good, bad = Job("good", "train", ("dim=8",)), Job("bad", "train", ("fail=true",))
+    both = [good, bad, Job("bad test", "eval", ("split=test",), bad)]
     found = Runner(tmp_path, 1, 3, said.append).run(both)
     assert [one.finished for one in found] == [True, False, False]
     assert found[1].message == "exit code 1: error: it fails"
     assert found[2].message == "bad has not finished" and began == ["train", "train"]
     Runner(tmp_path, 1, 3, said.append).run(both)
-    assert began == ["train"] * 3 and said[3] == "cell 1/3 good: finished before"
-    monkeypatch.setattr(Cell, "composed", "another")
+    assert began == ["train"] * 3 and said[3] == "job 1/3 good: finished before"
+    monkeypatch.setattr(Job, "composed", "another")
     Runner(tmp_path, 1, 1, said.append).run([good])
     assert began == ["train"] * 4
-    assert Cell("a", "train", ("dim=8",)).place != Cell("a", "train", ("dim=16",)).place
+    assert Job("a", "train", ("dim=8",)).place != Job("a", "train", ("dim=16",)).place
     monkeypatch.undo()  # what its words made stays where they cannot be composed any more
-    wrong = Cell("wrong", "train", ("nobody=1",))
+    wrong = Job("wrong", "train", ("nobody=1",))
     kept = tmp_path / wrong.place / "kept"
     kept.mkdir(parents=True)
     assert "nobody" in Runner(tmp_path, 1, 1, said.append).run([wrong])[0].message and kept.is_dir()
 
 
 class Canned(Runner):
-    """In the place of the processes: every cell is finished, with the files that `files` makes of it; without any it has failed."""
+    """In the place of the processes: every job is finished, with the files that `files` makes of it; without any it has failed."""
 
-    def __init__(self, folder: Path, files: Callable[[Cell], dict[str, str]]):
+    def __init__(self, folder: Path, files: Callable[[Job], dict[str, str]]):
         super().__init__(folder, 1, 0, lambda line: None)
-        self.files, self.asked = files, list[Cell]()
+        self.files, self.asked = files, list[Job]()
 
-    def run(self, cells: Sequence[Cell]) -> list[Result]:
-        self.asked += cells
+    def run(self, jobs: Sequence[Job]) -> list[Result]:
+        self.asked += jobs
         found = []
-        for cell in cells:
-            folder, files = self.folder / cell.place, self.files(cell)
+        for job in jobs:
+            folder, files = self.folder / job.place, self.files(job)
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 (folder / name).write_text(text)
-            found.append(Result(cell, folder, bool(files), "" if files else "no such layer", 1.0))
+            found.append(Result(job, folder, bool(files), "" if files else "no such layer", 1.0))
         return found
 
 
@@ -226,8 +222,8 @@ def test_rows_are_sorted_compared_with_a_baseline_and_failures_named(tmp_path: P
     )  # fmt: skip
     scores = {"gla": 2.0, "linear": 2.5, "lact": 3.0}
 
-    def files(cell: Cell) -> dict[str, str]:
-        score = scores.get(cell.name.partition(" ")[0])
+    def files(job: Job) -> dict[str, str]:
+        score = scores.get(job.name.partition(" ")[0])
         log = f"step,train/loss,validation/bits_per_byte\n1,,{score}\n"
         return {"metrics.csv": log, "by_position.csv": f"first,last,tokens,loss,bits_per_byte\n1,4,4,1.0,{score}\n"} if score else {}
 

@@ -17,7 +17,7 @@ from common import some
 from omegaconf import MISSING
 from report import Report
 
-from comparisons.cells import Cell, Result, Runner
+from comparisons.jobs import Job, Result, Runner
 from metattt.metrics_file import read_rows
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class AtASize:
     """What a claim's file has for a size.
 
     Attributes:
-        minutes: of computing that all cells take together, about.
+        minutes: of computing that all jobs take together, about.
         rows: names of those that are compared; None: all.
         overrides: of every run.
         evaluate: of every evaluation.
@@ -83,7 +83,7 @@ class Claim(Asked, AtASize):
     size: str
     rows: list[Row]
 
-    def cells(self) -> int:
+    def jobs(self) -> int:
         """How many there are."""
         runs = max(len(self.learning_rates), 1) + len(self.seeds) - 1
         return len(self.rows) * max(len(self.conditions), 1) * (runs + len(self.seeds))
@@ -92,7 +92,7 @@ class Claim(Asked, AtASize):
         self, compared: Compared, seen: Sequence[str], tables: Mapping[str, Sequence[Record]],
         records: Sequence[Record], draw: Callable[[Figure], None], *notes: str,
     ) -> Report:  # fmt: skip
-        """The page: sentences, tables, and how the runs were made. Cells that failed are named."""
+        """The page: sentences, tables, and how the runs were made. Jobs that failed are named."""
         settings = [f"every run: `{' '.join(self.overrides)}`"]
         settings.append(f"every evaluation: `metattt eval {' '.join(self.evaluate)}`")
         settings.append(f"seeds {', '.join(map(str, self.seeds))}; ± is the standard deviation over them")
@@ -108,7 +108,7 @@ class Claim(Asked, AtASize):
             seen = [*seen, f"The best learning rate was the smallest or the largest of those tried for {names}."]
         failed = [one for scored in compared.scored for one in (scored.run, scored.test) if not one.finished]
         told = "\n".join(f"- {one}" for one in seen)
-        lines = [f"- {one.cell.name} did not finish: {one.message}" for one in dict.fromkeys(failed)]
+        lines = [f"- {one.job.name} did not finish: {one.message}" for one in dict.fromkeys(failed)]
         return Report(
             self.title, f"**Asked.** {self.asked.strip()}\n\n**Seen.**\n\n{told}", tables, (), {"size": self.size},
             draw if records else None, records, [*lines, *(f"- {one}" for one in (*settings, *notes))],
@@ -166,10 +166,10 @@ def compare(claim: Claim, runner: Runner, judge: Callable[[Path], float] | None 
     def name(row: Row, condition: str) -> str:
         return f"{condition}, {row.name}" if condition else row.name
 
-    def training(row: Row, condition: str, seed: int, rate: float | None) -> Cell:
+    def training(row: Row, condition: str, seed: int, rate: float | None) -> Job:
         chosen = () if rate is None else (f"training.lr={rate:g}",)
         words = (*row.overrides, *claim.conditions.get(condition, ()), *claim.overrides, *chosen, f"seed={seed}")
-        return Cell(" ".join([name(row, condition), *(f"lr={rate:g}" for _ in chosen), f"seed={seed}"]), "train", words)
+        return Job(" ".join([name(row, condition), *(f"lr={rate:g}" for _ in chosen), f"seed={seed}"]), "train", words)
 
     first = claim.seeds[0]
     tries = [(row, condition, rate) for row, condition in pairs for rate in claim.learning_rates]
@@ -186,12 +186,12 @@ def compare(claim: Claim, runner: Runner, judge: Callable[[Path], float] | None 
         seeds = claim.seeds if best or not claim.learning_rates else (first,)
         wanted += [(row, condition, seed, chosen) for seed in seeds]
     runs = runner.run([training(*one) for one in wanted])
-    tests = runner.run([Cell(f"{run.cell.name} test", "eval", tuple(claim.evaluate), run.cell) for run in runs])
+    tests = runner.run([Job(f"{run.job.name} test", "eval", tuple(claim.evaluate), run.job) for run in runs])
     compared.scored.extend(Scored(*one, run, test) for one, run, test in zip(wanted, runs, tests, strict=True))
     return compared
 
 
-# -- what cells have written -------------------------------------------------------------------------------------------
+# -- what jobs have written -------------------------------------------------------------------------------------------
 
 
 def column(folder: Path, name: str) -> list[float]:
@@ -206,7 +206,7 @@ def last_value(folder: Path, name: str) -> float:
 
 
 def table(result: Result, name: str) -> list[dict[str, str]]:
-    """The rows of a CSV that a cell has written; none if it has not."""
+    """The rows of a CSV that a job has written; none if it has not."""
     file = result.folder / name
     if not result.finished or not file.is_file():
         return []

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from common import Row as Record
 from report import Report
 
-from comparisons.cells import Runner
 from comparisons.comparison import BANDS, Claim, Compared, bits_per_byte, compare, draw_curves, ranked, spread, table
+from comparisons.jobs import Runner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

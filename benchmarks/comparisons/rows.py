@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from common import Row as Record
 from report import Report
 
-from comparisons.cells import Result, Runner
 from comparisons.comparison import (
     Claim,
     bits_per_byte,
@@ -23,6 +22,7 @@ from comparisons.comparison import (
     steps_against,
     top1,
 )  # fmt: skip
+from comparisons.jobs import Result, Runner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

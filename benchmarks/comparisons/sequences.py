@@ -11,8 +11,8 @@ from common import Row as Record
 from report import Report
 
 from comparisons.baselines import baselines
-from comparisons.cells import Result, Runner
 from comparisons.comparison import Claim, column, compare, draw_points, from_the_best, last_value, order, spread, table
+from comparisons.jobs import Result, Runner
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_part
 

@@ -109,9 +109,8 @@ class Models:
             "forward pass for training, masked parts included) at the rate of a large product; of decoding, that of "
             "reading all parameters once at the rate of a large matrix with a vector. Both are timed in every round."
         )
-        return Report(
-            "Language models", text, {title: rows for title, rows in tables.items() if rows}, checks, asdict(self)
-        )
+        found = {title: rows for title, rows in tables.items() if rows}
+        return Report("Language models", text, found, checks, asdict(self))
 
     # -- models and their check ----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparisons import baselines
-from comparisons.cells import Cell
+from comparisons.jobs import Job
 from comparisons.sequences import in_context, recall
 from refusals_for_tests import refusal
 from runs_for_tests import column, log
@@ -252,15 +252,15 @@ def test_the_report_on_recall_takes_the_rate_with_the_fewest_steps(tmp_path: Pat
     _, claim = claims.read("recall", "cpu")
     fast = claim.learning_rates[1]
 
-    def files(cell: Cell) -> dict[str, str]:
-        good = "delta_net" in cell.name or "overwritten" not in cell.name
-        accuracy, steps = ("0.995", 100 if f"lr={fast:g} " in cell.name else 300) if good else ("0.5", 600)
+    def files(job: Job) -> dict[str, str]:
+        good = "delta_net" in job.name or "overwritten" not in job.name
+        accuracy, steps = ("0.995", 100 if f"lr={fast:g} " in job.name else 300) if good else ("0.5", 600)
         log = f"step,train/loss,validation/accuracy\n50,,0.1\n{steps},,{accuracy}\n"
         return {"metrics.csv": log, "sequences.csv": f"model,question,loss,accuracy\nrun,0,0.1,{accuracy}\nrun,1,0.1,{accuracy}\n"}
 
     canned = Canned(tmp_path, files)
     report = recall(claim, canned)
-    assert len(dict.fromkeys(canned.asked)) == claim.cells()
+    assert len(dict.fromkeys(canned.asked)) == claim.jobs()
     assert {one["learning_rate"] for one in report.records if one["layer"] == "delta_net"} == {fast}
     assert {one["steps_to_99"] for one in report.records if one["layer"] == "delta_net"} == {100}
     seen = [line for line in report.text.splitlines() if "pairs" in line and line.startswith("- ")]
@@ -276,7 +276,7 @@ def test_the_report_on_regression_has_the_estimators_on_the_same_sequences(tmp_p
     _, claim = claims.read("in_context", "smoke")
     errors = "\n".join(f"run,{count},{1 / (count + 1)}," for count in range(5))
     log = "step,train/loss,validation/loss\n2,,0.3\n"
-    canned = Canned(tmp_path, lambda cell: {"metrics.csv": log, "sequences.csv": f"model,question,loss,accuracy\n{errors}\n"})
+    canned = Canned(tmp_path, lambda job: {"metrics.csv": log, "sequences.csv": f"model,question,loss,accuracy\n{errors}\n"})
     report = in_context(claim, canned)
     data = InContextData("sparse", features=3, examples=5, nonzero=1, validation_size=16)
     expected = baselines.errors(baselines.least_squares, *baselines.examples(data, "test", 16))
