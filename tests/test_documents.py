@@ -112,7 +112,7 @@ def command_blocks() -> list[tuple[str, Block]]:
 
 @cache
 def composed(words: tuple[str, ...]) -> None:
-    """Composes what a command asks for; a sweep, its first cell."""
+    """Composes what a command asks for; a sweep, its first run."""
     command, overrides = words[0], [word for word in words[1:] if word not in ("-m", "--multirun")]
     assert command in COMMANDS or command in ("--help", "--version", "--shell-completion"), command
     if command not in COMMANDS or "--help" in overrides:

@@ -27,8 +27,8 @@ from metattt.composition.overrides import in_full, is_of_hydra, key_of, prepare,
 from metattt.errors import MetaTTTError
 from metattt.locking import LOCK
 from metattt.optional import need
-from metattt.sweeps.cell import STOPPING, RunCell
-from metattt.sweeps.record import CELL, read_cell
+from metattt.sweeps.record import STATUS, read_status
+from metattt.sweeps.run import STOPPING, SweptRun
 from metattt.sweeps.table import tell
 
 OF_THE_SWEEP = ("output_dir", "resume", "overwrite")
@@ -40,12 +40,12 @@ PLUGINS = {
     "sweeper=optuna": "hydra_plugins.hydra_optuna_sweeper",
 }
 
-NOTE_SECONDS = 10  # for a cell's process to end, and for its worker to write how
+NOTE_SECONDS = 10  # for a run's process to end, and for its worker to write how
 
 DEFAULTS = (  # a run is found again by what it is; a line for every one says it, its output is in a file
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
-    "hydra.sweep.subdir='${metattt_cell:${hydra.job.override_dirname}}'",
+    "hydra.sweep.subdir='${metattt_run:${hydra.job.override_dirname}}'",
     "hydra.job.config.override_dirname.item_sep='+'",
 )
 
@@ -102,13 +102,13 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         own = ["resume=auto"] if "resume" in known else []
         own += _trusted([text for one, typed in ours for text in _values(one, typed)]) if "trust" in known else []
         objective = str(cfg.get("objective") or "")
-        cell = RunCell(command, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
+        run = SweptRun(command, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
         print(f"sweep   `metattt {command}` -> {folder}", flush=True)
-        # deletions are put back by the cell: Hydra's sweepers would write `~key` as `~key=null`
+        # deletions are put back by the run: Hydra's sweepers would write `~key` as `~key=null`
         kept = [text for one, text, _ in given if one.type != OverrideType.DEL]
         try:
             with _stopped_by_the_sweep(folder):
-                app.multirun(command, cell, [*_defaults(cfg, fixed), *kept, f"hydra.sweep.dir={quoted(str(folder))}"])
+                app.multirun(command, run, [*_defaults(cfg, fixed), *kept, f"hydra.sweep.dir={quoted(str(folder))}"])
             code = 0
         except KeyboardInterrupt:
             code = 130
@@ -151,8 +151,8 @@ def _check_folder(folder: Path, fixed: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "run.yaml").exists() or (folder / "metrics.csv").exists():
         raise MetaTTTError(f"hydra.sweep.dir={folder} holds a run: choose another folder for the sweep")
-    for file in sorted(folder.glob(f"*/{CELL}")):
-        before = read_cell(file.parent)
+    for file in sorted(folder.glob(f"*/{STATUS}")):
+        before = read_status(file.parent)
         if before is not None and sorted(before.fixed) != sorted(fixed):
             gone = [one for one in before.fixed if one not in fixed]
             parts = {"with": gone, "without": [one for one in fixed if one not in before.fixed]}
@@ -164,7 +164,7 @@ def _check_folder(folder: Path, fixed: list[str]) -> None:
 
 @contextmanager
 def _stopped_by_the_sweep(folder: Path) -> Iterator[None]:
-    """A context in which Ctrl-C first lets the cells write checkpoints: joblib then kills its workers, and all that
+    """A context in which Ctrl-C first lets the runs write checkpoints: joblib then kills its workers, and all that
     they have started. A second Ctrl-C does not wait."""
     mark = folder / STOPPING
 
@@ -176,10 +176,7 @@ def _stopped_by_the_sweep(folder: Path) -> Iterator[None]:
             with FileLock(file):  # which a training run holds until it has written all
                 file.unlink(missing_ok=True)
         end = time.monotonic() + NOTE_SECONDS
-        while (
-            any((cell := read_cell(file.parent)) and cell.state == "running" for file in found)
-            and time.monotonic() < end
-        ):
+        while any(_is_running(file.parent) for file in found) and time.monotonic() < end:
             time.sleep(0.1)
         signal.default_int_handler(signal.SIGINT, None)
 
@@ -190,6 +187,11 @@ def _stopped_by_the_sweep(folder: Path) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         mark.unlink(missing_ok=True)
+
+
+def _is_running(folder: Path) -> bool:
+    status = read_status(folder)
+    return status is not None and status.state == "running"
 
 
 def _trusted(overrides: Sequence[str]) -> list[str]:

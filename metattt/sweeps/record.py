@@ -12,23 +12,23 @@ from omegaconf import OmegaConf
 from metattt.errors import MetaTTTError
 from metattt.io import digest, read_object, write_whole
 
-CELL = "cell.json"  # in the folder of a cell
-OUTPUT = "output.txt"  # in the folder of a cell: what it wrote to the terminal
-LONGEST_NAME = 120  # characters of a cell's folder; file systems allow 255 bytes
+STATUS = "status.json"  # in the folder of a run
+OUTPUT = "output.txt"  # in the folder of a run: what it wrote to the terminal
+LONGEST_NAME = 120  # characters of a run's folder; file systems allow 255 bytes
 
 State = Literal["running", "finished", "failed", "stopped"]
 TYPES: dict[str, Any] = {"swept": list, "fixed": list, "state": str, "message": str, "seconds": int | float}
 
 
-class Cell(NamedTuple):
-    """One cell of a sweep.
+class Status(NamedTuple):
+    """What is known of one run of a sweep.
 
     Attributes:
-        swept: the overrides that tell it from other cells.
-        fixed: those that all cells have.
+        swept: the overrides that tell it from other runs.
+        fixed: those that all runs have.
         state: how it ended; `running` where nobody could write that it did.
         message: what the command said when it failed.
-        seconds: of its last life.
+        seconds: since it was last started.
     """
 
     swept: list[str]
@@ -38,8 +38,8 @@ class Cell(NamedTuple):
     seconds: float = 0.0
 
 
-def cell_name(swept: str) -> str:
-    """The name of a cell's folder, from its overrides with + between them (Hydra's `override_dirname`).
+def folder_name(swept: str) -> str:
+    """The name of a run's folder, from its overrides with + between them (Hydra's `override_dirname`).
 
     Quotes are left out, and the + of a new key. Where other characters have to be, or it would be too long, a
     checksum tells the names apart.
@@ -52,17 +52,17 @@ def cell_name(swept: str) -> str:
     return name
 
 
-OmegaConf.register_new_resolver("metattt_cell", cell_name, replace=True)
+OmegaConf.register_new_resolver("metattt_run", folder_name, replace=True)
 
 
-def write_cell(folder: Path, cell: Cell) -> None:
-    """Writes `cell.json`; a kill leaves a whole one or none."""
-    write_whole(folder / CELL, (json.dumps({"version": 1, **cell._asdict()}, indent=1) + "\n").encode())
+def write_status(folder: Path, status: Status) -> None:
+    """Writes `status.json`; a kill leaves a whole one or none."""
+    write_whole(folder / STATUS, (json.dumps({"version": 1, **status._asdict()}, indent=1) + "\n").encode())
 
 
-def read_cell(folder: Path) -> Cell | None:
-    """The cell in a folder; None if there is none. A file that is none of ours raises an error."""
-    file = folder / CELL
+def read_status(folder: Path) -> Status | None:
+    """The status in a folder; None if there is none. A file that is none of ours raises an error."""
+    file = folder / STATUS
     if not file.exists():
         return None
     content = read_object(file, 2**26)
@@ -72,4 +72,4 @@ def read_cell(folder: Path) -> Cell | None:
         raise MetaTTTError(
             f"{file} was not written by a sweep of this version: move it, or choose another hydra.sweep.dir"
         )
-    return Cell(**content)
+    return Status(**content)

@@ -19,7 +19,7 @@ from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of, write_whole
 from metattt.metrics_file import STEP, Row, larger_is_better, of_validation, read_rows
 from metattt.optional import absence
-from metattt.sweeps.record import CELL, read_cell
+from metattt.sweeps.record import STATUS, read_status
 
 PREFERRED = ("validation/bits_per_byte", "validation/top1", "validation/loss")
 FILES = ("runs.csv", "runs.md", "runs.png")
@@ -65,11 +65,11 @@ class Run(NamedTuple):
 
 def read_run(folder: Path, name: str = "") -> Run:
     """The run in a folder, and what is known of it."""
-    cell = read_cell(folder)
-    pairs = [one.partition("=") for one in cell.swept] if cell else []
+    status = read_status(folder)
+    pairs = [one.partition("=") for one in status.swept] if status else []
     swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
-    state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
-    told = (cell.message, tuple(cell.fixed)) if cell else ()
+    state = "" if status is None else "unfinished" if status.state == "running" else status.state
+    told = (status.message, tuple(status.fixed)) if status else ()
     return Run(name, state, swept, read_rows(folder / "metrics.csv")[0], *told)
 
 
@@ -156,7 +156,7 @@ def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Itera
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue
-        if any((path / name).is_file() for name in (CELL, "metrics.csv", "run.yaml")):
+        if any((path / name).is_file() for name in (STATUS, "metrics.csv", "run.yaml")):
             yield read_run(path, str(path.relative_to(home or folder)))
         elif depth > 1:
             yield from collect(path, depth - 1, home or folder)

@@ -1,4 +1,4 @@
-"""Sweeps: cells in folders of their own, through every launcher, killed and continued; and the table of what came out."""
+"""Sweeps: runs in folders of their own, through every launcher, killed and continued; and the table of what came out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runs_for_tests import rows
 from metattt.cli import main
 from metattt.errors import MetaTTTError
 from metattt.sweeps.launch import _trusted, _values
-from metattt.sweeps.record import CELL, LONGEST_NAME, Cell, cell_name, read_cell, write_cell
+from metattt.sweeps.record import LONGEST_NAME, STATUS, Status, folder_name, read_status, write_status
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
 
 TINY = (
@@ -50,7 +50,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
-    """With joblib, as the issue of every cluster: SIGKILL to the sweep while two cells are under way."""
+    """With joblib, as the issue of every cluster: SIGKILL to the sweep while two runs are under way."""
     command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=120", "seed=0,1"]
     command += ["layer=linear_attention,retnet", "trainer.val_check_interval=0.5", "hydra.sweep.dir=sweep"]
     command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -66,7 +66,7 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     first.wait()
     end = time.monotonic() + 60
     while any(state == "unfinished" for state in states(sweep).values()) and time.monotonic() < end:
-        time.sleep(0.1)  # the cells notice, and write checkpoints
+        time.sleep(0.1)  # the runs notice, and write checkpoints
     before = states(sweep)
     assert 2 <= len(before) < 4 and "finished" not in before.values()
     assert "stopped" in before.values() and "unfinished" not in before.values()
@@ -76,12 +76,12 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     assert second.returncode == 0, second.stdout + second.stderr
     assert set(states(sweep).values()) == {"finished"}
     assert set(states(sweep)) == {f"layer={layer}+seed={seed}" for layer in ("linear_attention", "retnet") for seed in (0, 1)}
-    cells = table(sweep)
-    assert sorted((row["layer"], row["seed"]) for row in cells) == [
+    rows = table(sweep)
+    assert sorted((row["layer"], row["seed"]) for row in rows) == [
         ("linear_attention", "0"), ("linear_attention", "1"), ("retnet", "0"), ("retnet", "1"),
     ]  # fmt: skip
-    values = [float(row["validation/bits_per_byte"]) for row in cells]
-    assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in cells)
+    values = [float(row["validation/bits_per_byte"]) for row in rows]
+    assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in rows)
     stopped = next(name for name, state in before.items() if state == "stopped")
     steps = [row["step"] for row in rows(sweep / stopped / "metrics.csv") if row["train/loss"]]
     assert steps == sorted(set(steps), key=int) and steps[-1] == "120"  # went on: no row twice
@@ -93,7 +93,7 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_waits_for_checkpoints(here: Path) -> None:
-    """Joblib ends at Ctrl-C what its workers have started: the cells are asked first, and no further one begins."""
+    """Joblib ends at Ctrl-C what its workers have started: the runs are asked first, and no further one begins."""
     command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=4000", "seed=0,1,2"]
     command += ["callbacks.checkpoint.every_steps=3000", "hydra.sweep.dir=sweep"]
     command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -130,14 +130,14 @@ def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.C
     assert main([*command, "data.context_length=100000,16"]) == 1  # TINY names one, too: the last counts
     out = capsys.readouterr().out
     assert states(here / "sweep") == {"data.context_length=100000": "failed", "data.context_length=16": "finished"}
-    cell = read_cell(here / "sweep" / "data.context_length=100000")
-    assert cell is not None and "100000" in cell.message and cell.message in out
+    status = read_status(here / "sweep" / "data.context_length=100000")
+    assert status is not None and "100000" in status.message and status.message in out
     assert "not finished: the same command with hydra.sweep.dir=sweep resumes it" in out
     assert main([*command, "data.context_length=16,8"]) == 1  # the grid has grown; one is as it was
     out = capsys.readouterr().out
     assert "data.context_length=16: finished before" in out and "data.context_length=8 finished in" in out
     assert len(states(here / "sweep")) == 3
-    # a cell is a run like any other, and goes on by itself
+    # it is a run like any other, and is resumed by itself
     assert main(["train", "resume=sweep/data.context_length=16", "trainer.max_steps=3", "trust=my_learner"]) == 0
     assert main([*command, "trainer.max_steps=9", "data.context_length=16"]) == 2
     assert "with trainer.max_steps=2 and without trainer.max_steps=9" in capsys.readouterr().err.replace("\n", " ")
@@ -187,39 +187,39 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, told: Callable[..., 
 # -- records and names -------------------------------------------------------------------------------------------------
 
 
-def test_names_of_cells() -> None:
-    assert cell_name("layer=ttt_mlp+seed=0") == "layer=ttt_mlp+seed=0"
-    assert cell_name("data.path='a.txt'") == "data.path=a.txt"
-    assert cell_name("++learner.width=2+seed=0") == "learner.width=2+seed=0" == cell_name("learner.width=2+++seed=0")
-    names = [cell_name(f"data.path='{path}'") for path in ("/a/b", "/a_b", "a/b", "../a", "é b")]
+def test_names_of_folders() -> None:
+    assert folder_name("layer=ttt_mlp+seed=0") == "layer=ttt_mlp+seed=0"
+    assert folder_name("data.path='a.txt'") == "data.path=a.txt"
+    assert folder_name("++learner.width=2+seed=0") == "learner.width=2+seed=0" == folder_name("learner.width=2+++seed=0")
+    names = [folder_name(f"data.path='{path}'") for path in ("/a/b", "/a_b", "a/b", "../a", "é b")]
     assert len(set(names)) == 5 and not any("/" in name for name in names)
-    long = [cell_name("x=" + "1" * 300 + str(number)) for number in range(2)]
+    long = [folder_name("x=" + "1" * 300 + str(number)) for number in range(2)]
     assert len(set(long)) == 2 and all(len(name) <= LONGEST_NAME for name in long)
-    assert cell_name("") == "run"
+    assert folder_name("") == "run"
 
 
 def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
-    cell = Cell(["seed=0"], ["dim=8"], "failed", "why", 1.5)
-    assert read_cell(tmp_path) is None
-    write_cell(tmp_path, cell)
-    assert read_cell(tmp_path) == cell
-    good = json.loads((tmp_path / CELL).read_text())
+    status = Status(["seed=0"], ["dim=8"], "failed", "why", 1.5)
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, status)
+    assert read_status(tmp_path) == status
+    good = json.loads((tmp_path / STATUS).read_text())
     others: list[dict[str, object]] = [{"version": 2}, {"more": 2}, {"swept": 5}, {"fixed": [1]}, {"seconds": "long"}]
     for damaged in ("", "[]", "{", *(json.dumps(good | other) for other in others)):
-        (tmp_path / CELL).write_text(damaged)
-        with pytest.raises(MetaTTTError, match=CELL):
-            read_cell(tmp_path)
+        (tmp_path / STATUS).write_text(damaged)
+        with pytest.raises(MetaTTTError, match=STATUS):
+            read_status(tmp_path)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def make(folder: Path, rows: list[tuple[int, Any]], column: str = "validation/bits_per_byte", **cell: Any) -> None:
+def make(folder: Path, rows: list[tuple[int, Any]], column: str = "validation/bits_per_byte", **status: Any) -> None:
     folder.mkdir(parents=True)
     lines = [f"step,train/loss,{column}", "1,9.5,", *(f"{step},,{value}" for step, value in rows)]
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    if cell:
-        write_cell(folder, Cell(cell["swept"], [], cell.get("state", "finished"), cell.get("message", "")))
+    if status:
+        write_status(folder, Status(status["swept"], [], status.get("state", "finished"), status.get("message", "")))
 
 
 def test_the_table_is_sorted_and_whole(

@@ -1,4 +1,4 @@
-"""One cell of a sweep: the command with its overrides, in a process of its own, and what is told to the sweeper."""
+"""One run of a sweep: the command with its overrides, in a process of its own, and what is told to the sweeper."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from omegaconf import DictConfig
 
 from metattt.composition.overrides import in_full, key_of, quoted
 from metattt.errors import MetaTTTError
-from metattt.sweeps.record import OUTPUT, Cell, State, read_cell, write_cell
+from metattt.sweeps.record import OUTPUT, State, Status, read_status, write_status
 from metattt.sweeps.table import read_run
 
 STOPPED = {130: "Ctrl-C", 143: "SIGTERM", 138: "SIGUSR1"}  # exit codes of a run that has written a checkpoint
 STOPPING = ".stopping"
-"""A file in the folder of a sweep that was told to stop: its cells stop as well."""
-GRACE_SECONDS = 5  # after Ctrl-C, which the cell's process may have had as well
+"""A file in the folder of a sweep that was told to stop: its runs stop as well."""
+GRACE_SECONDS = 5  # after Ctrl-C, which the run's process may have had as well
 
 
 @dataclass(frozen=True)
-class RunCell:
-    """What Hydra's launchers call for every cell, in this process or in others.
+class SweptRun:
+    """What Hydra's launchers call for every run, in this process or in others.
 
     Attributes:
         command: of metattt.
-        fixed: overrides that all cells have, as they were typed.
+        fixed: overrides that all runs have, as they were typed.
         own: settings of the command beside them, such as `resume=auto`.
         foldered: the command has an `output_dir`.
         objective: what the sweeper is told: a column of `metrics.csv`.
-        raises: the sweeper takes an exception for a cell that failed, and goes on.
+        raises: the sweeper takes an exception for a run that failed, and continues.
         sweeper: process that the sweep was started in.
     """
 
@@ -51,7 +51,7 @@ class RunCell:
     sweeper: int
 
     def __call__(self, cfg: DictConfig) -> float:
-        """Runs the cell, unless it has finished before; returns the last value of the objective, or NaN.
+        """Runs the command, unless it has finished before; returns the last value of the objective, or NaN.
 
         Raises:
             MetaTTTError: it has not finished, and `raises`.
@@ -60,7 +60,7 @@ class RunCell:
         folder, fixed_keys = Path(hydra.runtime.output_dir), {key_of(in_full(one)) for one in self.fixed}
         fixed = [f"metattt {self.command}", *self.fixed]
         swept = sorted(one for one in hydra.overrides.task if key_of(one) not in fixed_keys)
-        before, title = read_cell(folder), " ".join(swept) or "(one)"
+        before, title = read_status(folder), " ".join(swept) or "(one)"
         if before is not None and (before.swept, sorted(before.fixed)) != (swept, sorted(fixed)):
             return self._end(f"{title} failed: {folder} holds another run: choose another hydra.sweep.dir", math.nan)
         if before is not None and before.state == "finished":
@@ -70,18 +70,18 @@ class RunCell:
         if stopping.exists():
             raise KeyboardInterrupt
         print(f"run     {title} -> {folder}", flush=True)
-        began, cell = time.monotonic(), Cell(swept, fixed, "running")
-        write_cell(folder, cell)
+        began, status = time.monotonic(), Status(swept, fixed, "running")
+        write_status(folder, status)
         place = [f"output_dir={quoted(str(folder))}"] if self.foldered else []
         try:
-            code = self._process(folder, cell, stopping, [*self.fixed, *swept, *self.own, *place])
+            code = self._process(folder, status, stopping, [*self.fixed, *swept, *self.own, *place])
         except BaseException as stop:  # Ctrl-C, and that of a launcher whose time is over
-            write_cell(folder, cell._replace(state="stopped", message=type(stop).__name__))
+            write_status(folder, status._replace(state="stopped", message=type(stop).__name__))
             raise
         seconds = round(time.monotonic() - began, 1)
         state: State = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
         said = "" if code == 0 else STOPPED.get(code) or reason(folder, code)
-        write_cell(folder, cell._replace(state=state, message=said, seconds=seconds))
+        write_status(folder, status._replace(state=state, message=said, seconds=seconds))
         if code:
             return self._end(f"{title} {state}: {said}", math.nan)
         value = read_run(folder).final(self.objective)
@@ -95,8 +95,8 @@ class RunCell:
             raise MetaTTTError(missing or line)
         return value
 
-    def _process(self, folder: Path, cell: Cell, stopping: Path, words: Sequence[str]) -> int:
-        """Runs the command in a process of its own (`metattt.sweeps.__main__`); its exit code. A cell that crashes, or
+    def _process(self, folder: Path, status: Status, stopping: Path, words: Sequence[str]) -> int:
+        """Runs the command in a process of its own (`metattt.sweeps.__main__`); its exit code. A run that crashes, or
         takes all memory, takes nothing else with it."""
         starter = os.getppid()
         places = os.pathsep.join(one or os.getcwd() for one in sys.path)  # it sees the modules that the sweep sees
@@ -114,7 +114,7 @@ class RunCell:
                 if starter == self.sweeper != os.getppid():  # a worker whose sweep was killed
                     process.terminate()
                     process.wait()
-                    write_cell(folder, cell._replace(state="stopped", message="SIGKILL"))
+                    write_status(folder, status._replace(state="stopped", message="SIGKILL"))
                     os._exit(1)  # nobody waits for more
         except BaseException as stop:
             with suppress(subprocess.TimeoutExpired):
@@ -126,7 +126,7 @@ class RunCell:
 
 
 def reason(folder: Path, code: int) -> str:
-    """Why a cell failed: the last line of its output that says so."""
+    """Why a run failed: the last line of its output that says so."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     text = (folder / OUTPUT).read_text(errors="replace")
