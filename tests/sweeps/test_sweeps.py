@@ -76,12 +76,12 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     assert second.returncode == 0, second.stdout + second.stderr
     assert set(states(sweep).values()) == {"finished"}
     assert set(states(sweep)) == {f"layer={layer}+seed={seed}" for layer in ("linear_attention", "retnet") for seed in (0, 1)}
-    rows = table(sweep)
-    assert sorted((row["layer"], row["seed"]) for row in rows) == [
+    found = table(sweep)
+    assert sorted((row["layer"], row["seed"]) for row in found) == [
         ("linear_attention", "0"), ("linear_attention", "1"), ("retnet", "0"), ("retnet", "1"),
     ]  # fmt: skip
-    values = [float(row["validation/bits_per_byte"]) for row in rows]
-    assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in rows)
+    values = [float(row["validation/bits_per_byte"]) for row in found]
+    assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in found)
     stopped = next(name for name, state in before.items() if state == "stopped")
     steps = [row["step"] for row in rows(sweep / stopped / "metrics.csv") if row["train/loss"]]
     assert steps == sorted(set(steps), key=int) and steps[-1] == "120"  # went on: no row twice
