@@ -21,7 +21,8 @@ def solve_unit_lower(system: Tensor, right: Tensor) -> Tensor:
         system: `[..., n, n]`.
         right: R, `[..., n, m]`.
     """
-    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    # of transposes, as LAPACK has matrices by columns: the same numbers without a copy that changes the layout
+    return torch.linalg.solve_triangular(system.mT, right.mT, upper=True, left=False, unitriangular=True).mT
 
 
 def decay_matrix(gate: Tensor) -> Tensor:
