@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from metattt.learners.base import Learner
 
 VIEWS = ("k", "v", "q", "erase_key", "erase_direction")
-JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
+JOINED = {"cpu": 256}  # tokens by device whose products a form may find together: on a CPU, what a cache holds
+MOST_JOINED = 1024
 
 
 class Tokens(NamedTuple):
@@ -218,12 +219,13 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
     return blocks, phase
 
 
-def joined(blocks: Sequence[Block]) -> list[Block]:
+def joined(blocks: Sequence[Block], device: torch.device) -> list[Block]:
     """Joins blocks of a rule without phase, up to `JOINED` tokens, if no document starts between them."""
+    most = JOINED.get(device.type, MOST_JOINED)
     found: list[Block] = []
     for block in blocks:
         for _ in range(block.times):
-            if found and block.restart is None and found[-1].length + block.length <= JOINED:
+            if found and block.restart is None and found[-1].length + block.length <= most:
                 found[-1] = found[-1]._replace(length=found[-1].length + block.length)
             else:
                 found.append(block._replace(times=1))

@@ -1,8 +1,8 @@
 """Scores between the tokens of a chunk if every channel has its own decay.
 
-Products of decays may be arbitrarily small, and are never divisors. Tokens are joined to pairs, pairs to
-fours and so on. Between a first half and a second one the product is split at the middle: into one from s to the middle
-and one from there to t. Both are at most 1, and a decay may be 0 or 1 exactly.
+Products of decays may be arbitrarily small, and are never divisors. Blocks of one token are joined to blocks of four
+and so on. A row is multiplied by the decays from the first token of its block up to its own, a column by those from its
+own to the last one: both products are at most 1, and a decay may be 0 or 1 exactly.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from metattt.ops.chunk import decays, matmul
 
+JOINED = 4  # blocks at once: fewer passes over all rows and columns than pairs take
+
 
 class Rows(NamedTuple):
     """Rows of a score matrix: `value` `[..., n, d]`, and whether row t is read before the decay of its own token."""
@@ -23,75 +25,65 @@ class Rows(NamedTuple):
     value: Tensor
     before: bool
 
-    def decayed(self, until: Tensor | None) -> Tensor:
-        """The rows times the products of decays up to each token; `until` `[..., n, d]` are those with its own, None is
-        1."""
-        if until is None:
-            return self.value
-        return self.value * (F.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0) if self.before else until)
+
+class Decayed(NamedTuple):
+    """Scores by row and column `[..., n, n]`, strictly lower triangular; rows times all decays up to them, and columns
+    times all after them, `[..., n, d]`; the product of all decays, `[..., 1, d]`, or None for 1."""
+
+    scores: list[list[Tensor]]
+    rows: Sequence[Tensor]
+    columns: Sequence[Tensor]
+    kept: Tensor | None
 
 
 def decayed_scores(
     rows: Sequence[Rows], columns: Sequence[Tensor], decay: Tensor, matmul_dtype: torch.dtype
-) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+) -> Decayed:
     """`Σ_c row_tc column_sc Π_r decay_rc` for s < t, with r from s + 1 to t, or to t − 1 for rows that stand before the
-    decay of their token: `[..., n, n]`, strictly lower triangular, for every row and column.
+    decay of their token.
 
     Args:
         rows, columns: `[..., n, d]`.
         decay: from 0 to 1, `[..., n, d]`.
         matmul_dtype: type to which the operands of products are rounded.
-
-    Returns:
-        Scores by row and column, the products of decays up to and with each token, and those after each token,
-        `[..., n, d]`.
     """
     count = decay.shape[-2]
-    size = 1 << (count - 1).bit_length()
-    if size > count:
-        missing = (0, 0, 0, size - count)
-        rows = [row._replace(value=F.pad(row.value, missing)) for row in rows]
-        columns, decay = [F.pad(x, missing) for x in columns], F.pad(decay, missing, value=1.0)
-    found = [[decay.new_zeros(*decay.shape[:-2], size, 1, 1) for _ in columns] for _ in rows]
-    # products inside blocks of `half` tokens, `[..., blocks, half, d]`: up to each token, and from there on
-    until, left, half = decay.unsqueeze(-2), torch.ones_like(decay).unsqueeze(-2), 1
-    while half < size:
-        early, late = until.unflatten(-3, (-1, 2)).unbind(-3)
-        after_early, after_late = left.unflatten(-3, (-1, 2)).unbind(-3)
-        halves = [x.unflatten(-2, (-1, 2, half)).select(-3, 0) * after_early for x in columns]
-        written = (halves[0] if len(halves) == 1 else torch.cat(halves, -2)).mT
-        for row, blocks in zip(rows, found, strict=True):
-            asked = row._replace(value=row.value.unflatten(-2, (-1, 2, half)).select(-3, 1)).decayed(late)
-            corners = matmul(asked, written, matmul_dtype).split(half, -1)
-            blocks[:] = [_joined(block, corner) for block, corner in zip(blocks, corners, strict=True)]
-        until = torch.cat([early, early[..., -1:, :] * late], -2)
-        left = torch.cat([after_early * late[..., -1:, :], after_late], -2)
-        half *= 2
-    scores = [[x.squeeze(-3)[..., :count, :count] for x in blocks] for blocks in found]
-    return scores, until.squeeze(-3)[..., :count, :], left.squeeze(-3)[..., :count, :]
+    asked = torch.stack([row.value if row.before else row.value * decay for row in rows], -2)
+    written, total = torch.stack(list(columns), -2), decay.unsqueeze(-2)
+    if missing := (1 << (count - 1).bit_length()) - count:
+        empty = (0, 0, 0, 0, 0, missing)
+        asked, written, total = F.pad(asked, empty), F.pad(written, empty), F.pad(total, empty, value=1.0)
+    size = total.shape[-3]
+    found = decay.new_zeros(*total.shape[:-2], len(rows), len(columns))
+    while total.shape[-3] > 1:  # `[..., blocks, rows in a block, ·]`
+        joined = min(JOINED, total.shape[-3])
+        q, k, gate, scores = [x.unflatten(-3, (-1, joined)).unbind(-3) for x in (asked, written, total, found)]
+        width, written, total = scores[0].shape[-1], k[0], gate[0]
+        reached, lines = [q[0]], [F.pad(scores[0], (0, (joined - 1) * width))]
+        for j in range(1, joined):
+            line = torch.cat([matmul(q[j], written.mT, matmul_dtype), scores[j]], -1)
+            lines.append(F.pad(line, (0, (joined - 1 - j) * width)))
+            reached.append(q[j] * total)
+            written, total = torch.cat([written * gate[j], k[j]], -2), total * gate[j]
+        asked, found = torch.cat(reached, -2), torch.cat(lines, -2)
+    grid = found.squeeze(-3).unflatten(-1, (size, -1)).unflatten(-3, (size, -1))[..., :count, :, :count, :]
+    sides = [x.squeeze(-3).unflatten(-2, (size, -1))[..., :count, :, :].unbind(-2) for x in (asked, written)]
+    return Decayed([list(row.unbind(-1)) for row in grid.unbind(-3)], *sides, total.squeeze(-3))
 
 
 def evenly_decayed_scores(
     rows: Sequence[Rows], columns: Sequence[Tensor], decay: Tensor | None, matmul_dtype: torch.dtype
-) -> tuple[list[list[Tensor]], Tensor | None, Tensor | None]:
-    """`decayed_scores` where all channels have one decay, `[..., n, 1]`, or none: then all products are 1 (None)."""
-    count = columns[0].shape[-2]
-    between = until = left = None
-    if decay is not None:
-        between, until = decays(decay.squeeze(-1))
-        until, left = until.unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
-    found, written = [], (columns[0] if len(columns) == 1 else torch.cat(list(columns), -2)).mT
-    for row in rows:
-        products = matmul(row.value, written, matmul_dtype).split(count, -1)
-        if between is not None:
-            reaches = F.pad(between[..., :-1, :], (0, 0, 1, 0)) if row.before else between
-            products = [x * reaches for x in products]
-        found.append([x.tril(-1) for x in products])
-    return found, until, left
-
-
-def _joined(blocks: Tensor, corner: Tensor) -> Tensor:
-    """`[[A, 0], [corner, B]]` of consecutive blocks A and B: `[..., 2m, h, h]`, `[..., m, h, h]` to `[..., m, 2h,
-    2h]`."""
-    first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
-    return torch.cat([F.pad(first, (0, first.shape[-1])), torch.cat([corner, second], -1)], -2)
+) -> Decayed:
+    """`decayed_scores` where all channels have one decay, `[..., n, 1]`, or none: then all products are 1."""
+    count, found = columns[0].shape[-2], []
+    written = (columns[0] if len(columns) == 1 else torch.cat(list(columns), -2)).mT
+    products = [matmul(row.value, written, matmul_dtype).split(count, -1) for row in rows]
+    if decay is None:
+        return Decayed([[x.tril(-1) for x in row] for row in products], [row.value for row in rows], columns, None)
+    between, until = decays(decay.squeeze(-1))
+    until, left, reached = until.unsqueeze(-1), between[..., -1, :].unsqueeze(-1), []
+    for row, scores in zip(rows, products, strict=True):
+        reaches = F.pad(between[..., :-1, :], (0, 0, 1, 0)) if row.before else between
+        found.append([(x * reaches).tril(-1) for x in scores])
+        reached.append(row.value * (F.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0) if row.before else until))
+    return Decayed(found, reached, [column * left for column in columns], until[..., -1:, :])

@@ -90,8 +90,9 @@ def test_scores_with_a_decay_for_every_channel(count: int) -> None:
 
     def at_once(p: Tensor, q: Tensor, k: Tensor, b: Tensor, decay: Tensor) -> list[Tensor]:
         rows = [channel_decays.Rows(p, True), channel_decays.Rows(q, False)]
-        scores, until, left = channel_decays.decayed_scores(rows, [k, b], decay, decay.dtype)
-        return [*scores[0], *scores[1], until, left, *(row.decayed(until) for row in rows)]
+        found = channel_decays.decayed_scores(rows, [k, b], decay, decay.dtype)
+        assert found.kept is not None
+        return [*found.scores[0], *found.scores[1], *found.rows, *found.columns, found.kept.squeeze(1)]
 
     def entry_by_entry(p: Tensor, q: Tensor, k: Tensor, b: Tensor, decay: Tensor) -> list[Tensor]:
         between = matrix_of_products(decay.mT)  # [B, d, n, n]
@@ -103,7 +104,8 @@ def test_scores_with_a_decay_for_every_channel(count: int) -> None:
             for row, mix in ((p, shifted), (q, between))
             for column in (k, b)
         ]
-        return [*scores, from_start, between[:, :, -1].mT, p * before, q * from_start]
+        left = between[:, :, -1].mT
+        return [*scores, p * before, q * from_start, k * left, b * left, from_start[:, -1]]
 
     given = [random(2, count, 3) for _ in range(4)]
     assert_same(at_once, entry_by_entry, *given, gates(2, count, 3, dim=1))

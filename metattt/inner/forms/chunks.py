@@ -57,17 +57,15 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
     q = split(tokens.views.q if pairs == 1 else tokens.views.q.repeat_interleave(pairs, 2))
     p = k if tokens.views.erase_key is None else split(tokens.views.erase_key)
     rows = [Rows(p, rule.gradient_at == "previous")] if erases else []
-    rows += [] if read is None else [Rows(q, read_before)]
+    rows.append(Rows(q, read_before))
     columns = [k] if b is None or not erases else [k, b]
-    found: tuple[list[list[Tensor]], Tensor | None, Tensor | None]
     if gates.decay is not None:
         found = decayed_scores(rows, columns, split(gates.decay.exp(), 1.0), matmul_dtype)
     else:
         decay = None if gates.alpha is None else split(gates.alpha.unsqueeze(-1), 1.0)
         found = evenly_decayed_scores(rows, columns, decay, matmul_dtype)
-    scores, until, left = found
-    reached = [row.decayed(until) for row in rows]
-    lost = torch.cat(columns if left is None else [column * left for column in columns], -2).mT
+    scores, reached, left, kept = found
+    lost = torch.cat(list(left), -2).mT
     # The weights lose Σ columnᵀ (η made): made is `fixed + met W₀` for the erased column, and −v for another one.
     fixed, met, labels = -v, None, None
     if erases:
@@ -78,7 +76,7 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
 
     # The weights of chunk after chunk are one product each, since what is made is linear in those before it.
     gone = lost[..., -size:] * eta.mT
-    keep = None if until is None else until[..., -1:, :].mT
+    keep = None if kept is None else kept.mT
     less = 0 if labels is None else matmul(lost[..., :size], labels, matmul_dtype)
     change = None if met is None else matmul(gone, met, matmul_dtype)
     starts, weight = _weights(base, keep, change, matmul(gone, fixed, matmul_dtype) + less, matmul_dtype)
