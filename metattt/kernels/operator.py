@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +92,8 @@ class Operation(Kernel):
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+        if type(self).device == "cpu" and given.matmul_dtype.itemsize == 2:
+            given = wide(given)
         call, k = self.passed(given), given.tokens.views.k
         has_memory = type(self).device == "cpu" or (type(k) is Tensor and not k.is_meta)  # a fake one has none
         if torch.compiler.is_compiling() or RECORDING.get() or not has_memory:
@@ -201,6 +204,20 @@ def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
     tau = None if given.tau is None else next(rest)
     slow = {name: next(rest) for name in SLOW} if given.slow else {}
     return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
+
+
+def wide(given: MiniBatches) -> MiniBatches:
+    """`given` in fp32, in which kernels on the CPU compute: numbers of 16 bits, of autocast, become it exactly."""
+    tensors = [x.float() if x.itemsize == 2 else x for x in flat(given)]
+    return filled(shell(given), tensors)._replace(matmul_dtype=torch.float32)
+
+
+def not_wide(given: MiniBatches) -> str | None:
+    """Why `wide` does not make it fp32, or None."""
+    types = {given.matmul_dtype, *map(attrgetter("dtype"), flat(given))}
+    if types <= {torch.float32, given.matmul_dtype} and given.matmul_dtype != torch.float64:
+        return None
+    return f"numbers of {', '.join(sorted(map(str, types)))}: it takes fp32, and views of 16 bits"
 
 
 def empty_like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

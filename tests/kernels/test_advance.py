@@ -260,7 +260,7 @@ def test_what_is_not_accepted(kind: str) -> None:
     if "triton" in kind:
         refused.append((x._replace(tokens=x.tokens.with_views(k=x.tokens.views.k.double())), "float64"))
     else:
-        refused.append((x._replace(matmul_dtype=torch.bfloat16), "fp32"))
+        refused.append((x._replace(tokens=x.tokens.with_views(k=x.tokens.views.k.bfloat16())), "fp32"))
     if "mlp" in kind:
         refused.append((given(kind, hidden=40), "40"))
     for one, why in refused:

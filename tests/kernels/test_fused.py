@@ -28,7 +28,7 @@ from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.registry import PARAMETERS
 from metattt.state import Tensors
 from metattt.tasks.reconstruction import Reconstruction
-from metattt.testing.specimen import Specimen, compare, run, state_distance
+from metattt.testing.specimen import Specimen, compare, distance, run, state_distance
 
 BOUND = 1e-4  # in fp32; of kernels that take float64 there, 1e-9
 LEARNERS = {
@@ -69,6 +69,19 @@ def test_equals_the_dual_form(learner: str, rule: str, group_size: int | None) -
         found, expected = run(fused, x, cuts, grads=True), run(dual, x, cuts, grads=True)
         assert compare(found, expected) < BOUND, (length, cuts)
         assert state_distance(dual, found.state, expected.state) < BOUND
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp", "gated_delta_net", "linear_attention"])
+def test_views_of_16_bits(name: str) -> None:
+    """Under autocast a kernel rounds nothing but the views, and is as near as the dual form to what fp32 computes."""
+    x, errors = torch.randn(2, 67, 32, generator=torch.Generator().manual_seed(0)), []
+    layers = [build(f"layer={name}", f"layer.form={form}", dim=32, num_heads=2, seed=0) for form in ("fused", "dual")]
+    exact = run(layers[1], x, [40], grads=True)
+    for layer in layers:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = run(layer, x, [40, 41], grads=True)
+        errors.append([distance(found.y.float(), exact.y), distance(found.grads["x"], exact.grads["x"])])
+    assert all(fused < min(1.2 * dual, 0.03) for fused, dual in zip(*errors, strict=True)), errors
 
 
 @pytest.mark.parametrize("rule", ["plain", "token steps"])
@@ -210,20 +223,20 @@ def test_fused_or_an_error() -> None:
     given = "layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.read=exclusive", "layer.form=fused"
     refusal(lambda: build(*given), "has no kernel for this combination ", "read=exclusive", "layer.form=auto")
     refusal(lambda: build("layer=nested_transformer", "dim=8", "num_heads=2", "layer.form=fused"), "mixes tokens")
-    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "layer.form=fused")
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(MetaTTTError, match=r"bfloat16.*layer.form=auto"):
-        layer(torch.randn(1, 32, 8))
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "layer.form=fused").double()
+    with pytest.raises(MetaTTTError, match=r"float64.*layer.form=auto"):
+        layer(torch.randn(1, 32, 8).double())
 
 
 def test_auto_says_why_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
-    layer = build("layer=ttt_linear", "dim=32", "num_heads=2")
-    with caplog.at_level(logging.DEBUG, "metattt"), torch.autocast("cpu", torch.bfloat16):
-        layer(torch.randn(1, 32, 32))
-        layer(torch.randn(1, 32, 32))
-    (said,) = [one.getMessage() for one in caplog.records if "form=dual" in one.getMessage()]  # once, not in every call
-    assert "bfloat16" in said
+    layer = build("layer=ttt_linear", "dim=32", "num_heads=2").double()
     with caplog.at_level(logging.DEBUG, "metattt"):
-        layer(torch.randn(1, 32, 32))
+        layer(torch.randn(1, 32, 32).double())
+        layer(torch.randn(1, 32, 32).double())
+    (said,) = [one.getMessage() for one in caplog.records if "form=dual" in one.getMessage()]  # once, not in every call
+    assert "float64" in said
+    with caplog.at_level(logging.DEBUG, "metattt"):
+        layer.float()(torch.randn(1, 32, 32))
     assert "form=fused on cpu: ttt_linear.native" in caplog.text
 
 

@@ -21,7 +21,7 @@ from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_advance import advance, one_token
 from metattt.kernels.cpu.threads import divide
-from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, flat
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, not_wide, wide
 from metattt.state import Tensors
 
 
@@ -54,10 +54,7 @@ class NativeForm(Operation):
         gates = given.tokens.gates[1:]
         if gates.count(None) != len(gates):
             return "a gate besides the step size"
-        types = {given.matmul_dtype, *[x.dtype for x in flat(given)]}
-        if types != {torch.float32}:
-            return f"numbers of {', '.join(sorted(map(str, types)))}: it takes fp32 alone"
-        if misfit is not None:
+        if (misfit := not_wide(given) or misfit) is not None:
             return misfit
         if torch.compiler.is_compiling():  # which needs a C++ compiler itself
             found: Any = self.defines(sizes_of(given))
@@ -68,6 +65,7 @@ class NativeForm(Operation):
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
+        given = wide(given) if given.matmul_dtype.itemsize == 2 else given
         self.check(given, update, phase, native=True)
         if not isinstance(phase, Tensor):
             function = self.library(self.source_of_tokens, sizes_of(given)).advance
