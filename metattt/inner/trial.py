@@ -144,7 +144,8 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
             grad[:, :, s] = 0
             if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
                 raise MetaTTTError(
-                    f"{type(learner).__name__} lets tokens see later ones: make it causal, or set optimizer.read=block"
+                    f"{type(learner).__name__} lets tokens see later ones: make it causal, or set "
+                    "optimizer.read=block"
                 )
             if not learner.mixes_tokens and grad.abs().max() > 0:
                 (by_loss,) = torch.autograd.grad(losses[:, :, s].sum(), y, allow_unused=True, materialize_grads=True)

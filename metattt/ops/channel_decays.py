@@ -67,8 +67,8 @@ def decayed_scores(
             written, total = torch.cat([written * gate[j], k[j]], -2), total * gate[j]
         asked, found = torch.cat(reached, -2), torch.cat(lines, -2)
     grid = found.squeeze(-3).unflatten(-1, (size, -1)).unflatten(-3, (size, -1))[..., :count, :, :count, :]
-    sides = [x.squeeze(-3).unflatten(-2, (size, -1))[..., :count, :, :].unbind(-2) for x in (asked, written)]
-    return Decayed([list(row.unbind(-1)) for row in grid.unbind(-3)], *sides, total.squeeze(-3))
+    reached, left = [x.squeeze(-3).unflatten(-2, (size, -1))[..., :count, :, :].unbind(-2) for x in (asked, written)]
+    return Decayed([list(row.unbind(-1)) for row in grid.unbind(-3)], reached, left, total.squeeze(-3))
 
 
 def evenly_decayed_scores(
