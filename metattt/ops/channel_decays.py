@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metattt.ops.chunk import decays, matmul
 
-JOINED = 4  # blocks at once: fewer passes over all rows and columns than pairs take
+AT_ONCE = 4  # blocks at once: fewer passes over all rows and columns than pairs take
 
 
 class Rows(NamedTuple):
@@ -56,7 +56,7 @@ def decayed_scores(
     size = total.shape[-3]
     found = decay.new_zeros(*total.shape[:-2], len(rows), len(columns))
     while total.shape[-3] > 1:  # `[..., blocks, rows in a block, ·]`
-        joined = min(JOINED, total.shape[-3])
+        joined = min(AT_ONCE, total.shape[-3])
         q, k, gate, scores = [x.unflatten(-3, (-1, joined)).unbind(-3) for x in (asked, written, total, found)]
         width, written, total = scores[0].shape[-1], k[0], gate[0]
         reached, lines = [q[0]], [F.pad(scores[0], (0, (joined - 1) * width))]

@@ -229,14 +229,13 @@ def test_fused_or_an_error() -> None:
 
 
 def test_auto_says_why_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
-    layer = build("layer=ttt_linear", "dim=32", "num_heads=2").double()
-    with caplog.at_level(logging.DEBUG, "metattt"):
-        layer(torch.randn(1, 32, 32).double())
-        layer(torch.randn(1, 32, 32).double())
+    layer, x = build("layer=ttt_linear", "dim=32", "num_heads=2").double(), torch.randn(1, 32, 32)
+    caplog.set_level(logging.DEBUG, "metattt")
+    for _ in range(2):
+        layer(x.double())
     (said,) = [one.getMessage() for one in caplog.records if "form=dual" in one.getMessage()]  # once, not in every call
     assert "float64" in said
-    with caplog.at_level(logging.DEBUG, "metattt"):
-        layer.float()(torch.randn(1, 32, 32))
+    layer.float()(x)
     assert "form=fused on cpu: ttt_linear.native" in caplog.text
 
 
