@@ -22,7 +22,7 @@ from metattt.inner.compiled import in_a_loop
 from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
-from metattt.inner.tokens import JOINED, MOST_JOINED, Block, Tokens, each, rows
+from metattt.inner.tokens import Block, Tokens, each, most_joined, rows
 from metattt.inner.verify import tensors_in
 from metattt.memory import Memory, named
 from metattt.modules import RECORDING, TRACED, transformed
@@ -56,8 +56,7 @@ def in_groups(
     if size is None:
         # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
-        least = JOINED.get(tokens.views.k.device.type, MOST_JOINED) // loop.plan.block
-        least = least if loop.plan.by_chunks and loop.plan.period is None else 1
+        least = most_joined(tokens) // loop.plan.block if loop.plan.by_chunks and loop.plan.period is None else 1
         size = 0 if few else max(least, round(math.sqrt(sum([block.times for block in blocks]))), 1)
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)

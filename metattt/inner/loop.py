@@ -111,7 +111,7 @@ class InnerLoop(Parts):
     ) -> tuple[Tensor | None, Memory]:
         """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory."""
         if self.plan.by_chunks and self.plan.period is None:
-            blocks = joined(blocks, tokens.views.k.device)
+            blocks = joined(blocks, tokens)
         outputs: list[Tensor] = []
         one = len(blocks) == 1 and blocks[0].times == 1
         parts = [tokens] if one else tokens.split([block.length for block in blocks for _ in range(block.times)])

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from metattt.learners.base import Learner
 
 VIEWS = ("k", "v", "q", "erase_key", "erase_direction")
-JOINED = {"cpu": 256}  # tokens by device whose products a form may find together: on a CPU, what a cache holds
-MOST_JOINED = 1024
 
 
 class Tokens(NamedTuple):
@@ -219,10 +217,14 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
     return blocks, phase
 
 
-def joined(blocks: Sequence[Block], device: torch.device) -> list[Block]:
-    """Joins blocks of a rule without phase, up to `JOINED` tokens, if no document starts between them."""
-    most = JOINED.get(device.type, MOST_JOINED)
-    found: list[Block] = []
+def most_joined(tokens: Tokens) -> int:
+    """Tokens whose products with each other a form may find together: on a CPU as many as its cache holds."""
+    return 256 if tokens.views.k.device.type == "cpu" else 1024
+
+
+def joined(blocks: Sequence[Block], tokens: Tokens) -> list[Block]:
+    """Joins blocks of a rule without phase, up to `most_joined` tokens, if no document starts between them."""
+    most, found = most_joined(tokens), list[Block]()
     for block in blocks:
         for _ in range(block.times):
             if found and block.restart is None and found[-1].length + block.length <= most:
