@@ -93,16 +93,18 @@ def memory() -> str:
 
 
 def rules() -> str:
-    """The bare rules of linear learners in one process."""
+    """The bare rules of linear learners in one process, with their kernels and without."""
     found = tables("results/cpu/rules/layer.json")
-    made = []
-    for row in found["Time"]:
-        if row["pass"] == "forward + backward" and row["layer"] != "torch attention":
-            wanted = {"layer": row["layer"], "pass": row["pass"]}
-            ratio = value(found["Times as long as gated_delta_net"], wanted, "median")
-            times = [milliseconds(row[f"ms, {one}"], 0) for one in ("least", "median", "most")]
-            made.append([f"`{row['layer']}`", *times, "1" if ratio is None else f"{ratio:.2f}"])
-    return table(["layer", "min", "median", "max", "times `gated_delta_net`"], made)
+    times, made = found["Time"], []
+    for name in dict.fromkeys(row["layer"] for row in times if row["layer"] != "torch attention"):
+        wanted = {"layer": name, "pass": "forward + backward"}
+        own, plain = ({**wanted, "form": form} for form in ("fused", "dual"))
+        ratio = value(found["Times as long as gated_delta_net"], own, "median")
+        gain = value(found["Times as long as another form"], plain, "median")
+        least, median = (milliseconds(value(times, own, f"ms, {one}"), 0) for one in ("least", "median"))
+        without = milliseconds(value(times, plain, "ms, median"), 0)
+        made.append([f"`{name}`", least, median, "1" if ratio is None else f"{ratio:.2f}", without, f"{gain:.2f}"])
+    return table(["layer", "min", "median", "times `gated_delta_net`", "without kernel", "times the kernel"], made)
 
 
 def adaptation() -> str:
