@@ -28,7 +28,6 @@ from metattt.registry import register
 from metattt.setting import REQUIRED, setting
 
 LONGEST_BLOCK = 2**20  # windows
-BOOKMARKS = 2  # of the blocks read last: a batch may be made before it is asked for
 
 
 class Reader:
@@ -122,11 +121,13 @@ class StreamWindows:
         self.reader, self.width, self.block, self.seed = reader, width, block, seed
         self.bookmarks: dict[int, dict[str, Any]] = {}
         self._number, self._block = -1, np.empty((0, width), np.int64)
+        self._begun: list[int] = []  # blocks in which the last two batches began: a run resumes at one of these batches
 
     def __len__(self) -> int:
         raise MetaTTTError("a stream has no end: its training text cannot be counted or read as a whole")
 
     def __getitem__(self, index: Sequence[int]) -> np.ndarray:
+        self._begun = [*self._begun[-1:], index[0] // self.block]
         return np.stack([self._window(number) for number in index])
 
     def start_at(self, number: int) -> None:
@@ -143,7 +144,7 @@ class StreamWindows:
         while self._number < block:
             self._number += 1
             self.bookmarks[self._number] = self.reader.bookmark()
-            for old in sorted(self.bookmarks)[:-BOOKMARKS]:
+            for old in self.bookmarks.keys() - {*self._begun, self._number}:
                 del self.bookmarks[old]
             tokens = self.reader.read(self.block * self.width)
             order = np.random.default_rng((self.seed, self._number)).permutation(self.block)

@@ -117,6 +117,9 @@ def test_windows_of_a_block_are_all_there_in_another_order(files: str) -> None:
     assert later._number == 1 and np.array_equal(later[places], found[places])
     with pytest.raises(ValueError, match="has passed"):
         later[[0]]
+    for first in range(4 * block, 40 * block, 4 * block):  # batches over several blocks: one that was made but not asked for
+        assert len(later[list(range(first, first + 4 * block))]) == 4 * block
+    assert {32, 36} <= later.bookmarks.keys() and len(later.bookmarks) <= 3
 
 
 def test_what_is_held_out_is_not_trained_on(files: str) -> None:
