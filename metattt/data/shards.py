@@ -109,14 +109,11 @@ class ShardData(WindowData):
         for numbers, length in ((self.tokens, self.length), (self.documents, count)):
             check_own(numbers.path)
             found, expected = numbers.path.stat().st_size, length * numbers.dtype.itemsize
-            if found != expected:
-                raise DamagedTokens(
-                    f"{numbers.path} has {found} bytes and not {expected}: it is half-written, or another file"
-                )
-            if self.verify and checksum(numbers.path) != manifest["checksums"][numbers.path.name]:
-                raise DamagedTokens(
-                    f"{numbers.path} is not as metattt prepare wrote it (checksum): prepare the text again"
-                )
+            fault = f"has {found} bytes and not {expected}" if found != expected else ""
+            if not fault and self.verify and checksum(numbers.path) != manifest["checksums"][numbers.path.name]:
+                fault = "is not as metattt prepare wrote it (checksum)"
+            if fault:
+                raise DamagedTokens(f"{numbers.path} {fault}: remove {self.folder} and run metattt prepare again")
         self.manifest = manifest
 
     @property

@@ -143,7 +143,14 @@ class ForLightning(LightningDataModule):
         self._data.load_state_dict(state_dict)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self.data.train_dataloader()
+        loader = self.data.train_dataloader()
+        if self.trainer is not None and getattr(self._data, "streamed", False):  # Lightning ends a step with the pass
+            per_step, count = self.trainer.accumulate_grad_batches, len(loader)
+            if count < per_step:
+                many = f"trainer.accumulate_grad_batches={per_step} is not allowed for a pass of {count} batches"
+                raise MetaTTTError(f"{many}: set it to {count} or less, or lower data.batch_size")
+            self.trainer.limit_train_batches = count - count % per_step
+        return loader
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self.data.val_dataloader()

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from PIL import Image
 from processes_for_tests import two_processes
 from refusals_for_tests import refusal
-from runs_for_tests import Killed, after_step, log
+from runs_for_tests import Killed, after_step, column, log
 from torch import Tensor
 
-from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -171,8 +170,10 @@ def test_webdataset_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
         found = ready(small(tmp_path, dataset="wds/own", batch_size=5, **splits)).val_dataloader()
     assert [len(labels) for _, labels in found] == [5, 5] and data.streamed
     given = ("data.dataset=wds/own", *(f"data.{key}={value}" for key, value in splits.items()), "data.num_workers=1")
-    assert main(["train", *settings(tmp_path, tmp_path / "run", *given, "trainer.max_steps=6")]) == 0  # three passes
-    assert find_checkpoint(tmp_path / "run").exists()
+    given += ("data.batch_size=2", "trainer.accumulate_grad_batches=2")
+    assert main(["train", *settings(tmp_path, tmp_path / "run", *given, "trainer.max_steps=3")]) == 0  # two passes
+    assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=6"]) == 0
+    assert sorted(column(tmp_path / "run", "train/loss")) == [1, 2, 3, 4, 5, 6]
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
