@@ -44,17 +44,11 @@ class ImageClassification(OuterLoop):
         return self.model(image).float().logsumexp(1).sum()
 
     def batch_loss(self, batch: Batch) -> Tensor:
-        return self._cross_entropy(batch, "mean")
-
-    def item_losses(self, batch: Batch) -> Tensor:
-        return self._cross_entropy(batch, "none")
-
-    def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
         images, labels = batch
         check_classes(labels, self.model.num_classes, least=0)
         if self.mixup is not None:  # it works in place; labels become probabilities [B, classes]
             images, labels = self.mixup(images.clone(), labels)
-        return F.cross_entropy(self.model(images).float(), labels, reduction=reduction)
+        return F.cross_entropy(self.model(images).float(), labels)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels = batch

@@ -72,7 +72,7 @@ class InnerHealth(WithSettings, Callback):
         """The health of every layer on the first windows or images of a batch. Every process of a run takes part."""
         few = batch[: self.windows] if isinstance(batch, Tensor) else tuple(part[: self.windows] for part in batch)
         with apart_from_the_run(pl_module.device), torch.no_grad():
-            return inner_health(pl_module.model, lambda: pl_module.item_losses(few))
+            return inner_health(pl_module.model, lambda: pl_module.read(few))
 
     def _news(self, found: dict[int, Health], pl_module: Any) -> Iterator[str]:
         before, self.last = self.last, []

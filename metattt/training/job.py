@@ -23,8 +23,7 @@ from metattt.training.batches import batch_share, plan_batches, recount_batches,
 
 
 class OuterLoop(LightningModule):
-    """Trains a model on batches. A subclass for a kind of data defines the loss of a batch (`batch_loss`,
-    `item_losses`) and the validation.
+    """Trains a model on batches. A subclass for a kind of data defines the loss of a batch and the validation.
 
     Args:
         model: the model.
@@ -45,9 +44,9 @@ class OuterLoop(LightningModule):
         """The loss of a batch, as a training step takes it."""
         raise NotImplementedError
 
-    def item_losses(self, batch: Any) -> Tensor:
-        """The loss of every item of a batch: `[B]` of images, `[B, T]` of tokens."""
-        raise NotImplementedError
+    def read(self, batch: Any) -> None:
+        """Runs the model on a batch of the validation, whatever its labels are."""
+        self.model(batch[0])
 
     def shortest_loss(self) -> Tensor:
         """The loss of the smallest batch. Parameters that do not affect it may get no gradient in a step."""

@@ -12,7 +12,7 @@ from metattt.checkpoints.record import make_record
 from metattt.data.novel_views import ASKED, GIVEN
 from metattt.data.sequences import Batch
 from metattt.errors import MetaTTTError
-from metattt.measures.labelled import is_asked, labelled_predictions, losses_and_hits
+from metattt.measures.labelled import labelled_predictions, losses_and_hits
 from metattt.models.language_model import LanguageModel
 from metattt.training.job import Job, OuterLoop
 from metattt.training.recipes import AdamW
@@ -29,11 +29,6 @@ class LabelledSequences(OuterLoop):
 
     def batch_loss(self, batch: Batch) -> Tensor:
         return losses_and_hits(*labelled_predictions(self.model, *batch))[0].mean()
-
-    def item_losses(self, batch: Batch) -> Tensor:
-        inputs, labels = batch
-        losses = losses_and_hits(*labelled_predictions(self.model, inputs, labels))[0]
-        return losses.new_zeros(labels.shape).masked_scatter(is_asked(labels), losses)
 
     def shortest_loss(self) -> Tensor:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)

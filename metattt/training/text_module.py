@@ -133,11 +133,9 @@ class LanguageModeling(OuterLoop):
     def _sums(self, ids: Tensor) -> Tensor:
         return self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
 
-    def item_losses(self, ids: Tensor) -> Tensor:
-        """The loss of every token of a batch `[B, T + 1]`: `[B, T]` nats, 0 where nothing is predicted."""
+    def read(self, ids: Tensor) -> None:
         read, reset, labels = self._windows(ids)
-        losses, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN, reduction="none")
-        return losses
+        self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
 
     def shortest_loss(self) -> Tensor:
         """The loss of one token. Parameters that do not affect it may get no gradient in a step."""

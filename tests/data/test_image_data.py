@@ -237,6 +237,8 @@ def test_mixup_mixes_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(seen["images"], share * images + (1 - share) * images.flip(0))
     one_hot = F.one_hot(labels, 10)
     torch.testing.assert_close(seen["labels"], share * one_hot + (1 - share) * one_hot.flip(0))
+    module.read((images[:1], torch.tensor([NO_LABEL])))  # for the inner loops alone: not mixed, and without a label
+    assert torch.equal(seen["images"], images[:1])
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
