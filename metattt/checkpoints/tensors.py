@@ -128,18 +128,13 @@ def save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> No
     sync(file)
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of ours or of anybody on the CPU, compared with the checksum where there is one; they may
-    lie on the disk until they are used.
+def read_described(file: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a file of ours or of anybody on the CPU, compared with the checksum where there is one, and the
+    text that says what they are; they may lie on the disk until they are used.
 
     Raises:
         MetaTTTError: it is truncated, damaged or of another kind.
     """
-    return read_described(file)[0]
-
-
-def read_described(file: Path) -> tuple[dict[str, Tensor], str]:
-    """As `read_tensors`, with the text that says what the tensors are."""
     try:
         with safe_open(file, framework="pt") as opened:
             header: dict[str, Any] = opened.metadata() or {}

@@ -45,13 +45,9 @@ class Document(NamedTuple):
         """The key as bytes: names of files need not be UTF-8."""
         return self.key.encode(errors="surrogateescape")
 
-    def share(self, seed: int) -> float:
-        """A number in [0, 1) that depends on the key and the seed alone: it orders and splits documents."""
-        return share(self.name, seed)
-
 
 def share(name: bytes, seed: int) -> float:
-    """The share of the document of that name."""
+    """A number in [0, 1) that depends on the name of a document and the seed alone: it orders and splits documents."""
     return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + name).digest()[:8], "big") / 2**64
 
 

@@ -48,7 +48,8 @@ class RecallData(SequenceData, takes=("pairs", "length", "vocab_size", *OF_SEQUE
                 f"data.pairs={self.pairs} data.overwrite={shown(self.overwrite)} need {self.list_length} tokens for "
                 f"the list and {2 * self.pairs} for the questions: set data.length={need} or more"
             )
-        gaps = np.arange(1, (self.length - self.list_length) // 2 + 1, dtype=np.float64) ** (self.gap_power - 1)
+        gaps = np.linspace(0, 1, (self.length - self.list_length) // 2 + 1)[1:] ** (self.gap_power - 1)
+        gaps = np.maximum(gaps, np.finfo(gaps.dtype).tiny)  # of a large power, most would be 0
         self._gaps = gaps / gaps.sum()
 
     def describe(self) -> str:

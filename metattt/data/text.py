@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from metattt.data.base import MOST_SEED
-from metattt.data.documents import Document, read_documents
+from metattt.data.documents import Document, read_documents, share
 from metattt.data.tokenizers import ByteTokenizer, Tokenizer, document_tokens
 from metattt.data.windows import Split, WindowData, dtype_of
 from metattt.errors import MetaTTTError, check_number
@@ -96,7 +96,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
     def _read(self, path: str | Sequence[str] | None, key: str) -> list[Document]:
         given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path
         documents = read_documents(given, self.text_key, key)
-        documents.sort(key=lambda document: (document.share(self._split_seed), document.key))
+        documents.sort(key=lambda document: (share(document.name, self._split_seed), document.key))
         seen = {document.text for document in self._held_out}
         if self.test_fraction:
             first: dict[bytes, Document] = {}
@@ -130,7 +130,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
             )
         # they are in the order of their shares, and every split has one at least
         seed = self._split_seed
-        below = [bisect_left(documents, x, key=lambda one: one.share(seed)) for x in (shares[0], sum(shares))]
+        below = [bisect_left(documents, x, key=lambda one: share(one.name, seed)) for x in (shares[0], sum(shares))]
         validation = min(max(below[0], 1), count - splits + 1) if shares[0] else 0
         test = min(max(below[1] - below[0], 1), count - validation - 1) if shares[1] else 0
         chosen = {

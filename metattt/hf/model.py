@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from metattt.checkpoints.record import check_amounts
-from metattt.checkpoints.tensors import read_tensors
+from metattt.checkpoints.tensors import read_described
 from metattt.checkpoints.trained import check_numbers
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
@@ -201,7 +201,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         if folder is not None and folder.is_dir():  # before a model is made
             config = options.get("config")
             config = config if isinstance(config, MetaTTTConfig) else MetaTTTConfig.from_pretrained(folder)
-            count = sum(len(read_tensors(file)) for file in sorted(folder.glob("*.safetensors")))  # and checksums
+            count = sum(len(read_described(file)[0]) for file in sorted(folder.glob("*.safetensors")))  # and checksums
             if config.metattt is not None and count:
                 check_amounts(config.metattt["config"], folder, count)
         options.setdefault("use_safetensors", True)

@@ -32,7 +32,7 @@ from metattt.checkpoints.record import (
     record_config,
     to_targets,
 )
-from metattt.checkpoints.tensors import put_together, read_tensors, take_apart, write_tensors
+from metattt.checkpoints.tensors import put_together, read_described, take_apart, write_tensors
 from metattt.checkpoints.trained import check_numbers, load_model
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
@@ -99,7 +99,7 @@ def test_what_is_not_plain_is_refused_by_its_place(node: Any) -> None:
 def test_tensors_of_any_type(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"a": torch.ones(3, 2).to(dtype), "none": torch.ones(0, 2).to(dtype), "number": torch.ones(()).to(dtype)}
     write_tensors(tmp_path / "a", tensors)
-    found = read_tensors(tmp_path / "a")
+    found, _ = read_described(tmp_path / "a")
     assert all(torch.equal(found[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in ("a", "none"))
     assert found["number"].dtype == dtype and found["number"].shape == ()
 
@@ -110,7 +110,7 @@ def test_views_are_written_as_they_are_seen(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a", tensors)
     write_checkpoint(tmp_path / "b", content() | {WEIGHTS: tensors | {"tied": tensors["row"]}})
     wanted = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    assert same(dict(sorted(read_tensors(tmp_path / "a").items())), dict(sorted(wanted.items())))
+    assert same(dict(sorted(read_described(tmp_path / "a")[0].items())), dict(sorted(wanted.items())))
     assert same(read(tmp_path / "b")[WEIGHTS], wanted | {"tied": wanted["row"]})
     with safe_open(tmp_path / "b" / "model.safetensors", "pt") as opened:
         assert sorted(opened.keys()) == ["column", "row", "turned"]

@@ -21,7 +21,7 @@ from tokenizer_for_tests import trained_tokenizer
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data import prepare as preparing
-from metattt.data.documents import find_files, iterate_documents
+from metattt.data.documents import find_files, iterate_documents, share
 from metattt.data.manifest import read_manifest
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData
@@ -78,7 +78,7 @@ def test_the_shards_hold_the_documents_and_the_manifest_counts_them(corpus: Path
     documents = list(iterate_documents(find_files(str(corpus)), "text"))
     data, place = shards(prepared, context_length=64), 0
     for split in ("train", "validation"):
-        chosen = [document.text for document in documents if (document.share(0) < 0.2) == (split == "validation")]
+        chosen = [document.text for document in documents if (share(document.name, 0) < 0.2) == (split == "validation")]
         expected = b"".join(chosen)
         counts = manifest["splits"][split]
         assert counts == {"documents": len(chosen), "bytes": len(expected), "tokens": len(expected) + len(chosen)}

@@ -47,9 +47,9 @@ def evaluated(run: Path, *overrides: str) -> Any:
     return evaluate(compose(f"checkpoint={run}", *overrides, "device=cpu", job="eval"))[run.name]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_every_key_is_asked_once_and_its_last_value_is_the_label(overwrite: bool) -> None:
-    data = RecallData(pairs=5, length=36, vocab_size=24, overwrite=overwrite)
+@pytest.mark.parametrize(("overwrite", "power"), [(False, 0.01), (True, 0.01), (True, 1000)])
+def test_every_key_is_asked_once_and_its_last_value_is_the_label(overwrite: bool, power: float) -> None:
+    data = RecallData(pairs=5, length=36, vocab_size=24, overwrite=overwrite, gap_power=power)
     first_ones = 0
     for index in range(40):
         ids, labels = data.sequence("train", index)
