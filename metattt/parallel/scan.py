@@ -133,8 +133,7 @@ def may_scan(model: LanguageModel, tokens: int) -> bool:
 
 def scannable(layer: nn.Module, dim: int) -> bool:
     """Whether a layer's weights are moved by a segment as `moved` says, and whether it carries nothing else but what
-    the last
-    tokens leave, such as tails of convolutions: tried on a few tokens, whatever its parts are called.
+    the last tokens leave, such as tails of convolutions: tried on a few tokens, whatever its parts are called.
 
     Args:
         layer: of a model.
@@ -175,8 +174,7 @@ def carries(layer: TTTLayer, x: Tensor) -> bool:
 
 def _tail_alone(layer: TTTLayer, x: Tensor, state: State) -> bool:
     """Whether what the task carries after `x` depends on `x` alone, as the tails of convolutions do, and whether its
-    views
-    are made of its projections: the graph of what is handed over goes through that of q."""
+    views are made of its projections: the graph of what is handed over goes through that of q."""
     task, ctx = layer.task, layer.call(x, state).ctx
     if not state.task:
         return True

@@ -18,9 +18,8 @@ class ReplicatedData(DDPStrategy):
 
     Nearest neighbours give no gradient to q and k, and a rule that acts once per mini-batch gives none before the first
     commit. So it depends on the lengths of documents. The shortest input decides (`shortest_loss` of the Lightning
-    module): parameters that affect its loss affect every longer one. (To add
-    every parameter to the loss with a factor of 0 instead would give zero gradients, and weight decay, where one
-    process has none.)
+    module): parameters that affect its loss affect every longer one. (To add every parameter to the loss with a factor
+    of 0 instead would give zero gradients, and weight decay, where one process has none.)
 
     Args:
         timeout_minutes: that a process waits for another that hangs, before the run ends.

@@ -1,7 +1,6 @@
 """Truncated backpropagation through time: a window is read one chunk of tokens at a time, and the gradient of each
 chunk's loss reaches back over k chunks (MTTT, arXiv 2310.13807, Sec. 7: memory of an autoregressive model that does not
-grow
-with T).
+grow with T).
 
 With chunks j = 1…n of a window, states `s_j, L_j = f(s_{j−1}, θ; chunk j)` and k, the gradient is
 
