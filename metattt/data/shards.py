@@ -134,8 +134,8 @@ class ShardData(WindowData):
         border, width, end = self.manifest["splits"]["train"]["tokens"], self.context_length + 1, self.length
         start, stop = {"train": (0, border), "validation": (border, end), "all": (0, end)}[name]
         self.check_length(name, stop - start, "prepare more text")
-        limited = name != "train" and self.validation_max_tokens is not None
-        most = max(1, (self.validation_max_tokens or 0) // width) if limited else None
+        limit = None if name == "train" else self.validation_max_tokens
+        most = None if limit is None else max(1, limit // width)
         return TokenWindows(self.tokens, start, stop, width, most)
 
     def sample_document(self) -> bytes:

@@ -58,6 +58,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
     split_seed: int | None = setting(default=None, least=0, most=MOST_SEED)
 
     def configure(self) -> None:
+        self._split_seed = self.seed if self.split_seed is None else self.split_seed
         self.tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
         self._held_out: list[Document] = []  # of `validation_path`
         self._windows: dict[Split, np.ndarray] = {}
@@ -88,10 +89,6 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         if self.validation_path is not None:
             self._held_out = self._read(self.validation_path, "data.validation_path")
         return self._read(self.path, "data.path")
-
-    @property
-    def _split_seed(self) -> int:
-        return self.seed if self.split_seed is None else self.split_seed
 
     def _read(self, path: str | Sequence[str] | None, key: str) -> list[Document]:
         given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path

@@ -165,8 +165,7 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
         cfg.resume = str(checkpoint)
     cfg.output_dir = str(folder)
     if first and not (here and (checkpoint is not None or begun)):
-        make_room(folder, given.overwrite)
-        check_logs(cfg, folder, given.overwrite)
+        make_room(cfg, folder, given.overwrite)
         if given.overwrite:
             clear = partial(remove_run, folder)
     if source is not None:
@@ -189,9 +188,9 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
     return Start(cfg, folder, checkpoint, content, done, moved, complete, clear)
 
 
-def make_room(folder: Path, overwrite: bool) -> None:
-    """Raises an error for a folder with a run in it, unless `overwrite`, or with other files that a run would write
-    over.
+def make_room(cfg: DictConfig, folder: Path, overwrite: bool) -> None:
+    """Raises an error for a folder with a run in it, or a log elsewhere that has rows, unless `overwrite`; and for other
+    files that a run would write over.
     """
     foreign = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
     for name, ours in ((LOG, _is_log), (CONFIGURATION, _is_configuration)):
@@ -210,10 +209,6 @@ def make_room(folder: Path, overwrite: bool) -> None:
             f"output_dir={folder} holds {', '.join(foreign)}, which does not belong to a run and would be written "
             "over: move it, or choose another folder"
         )
-
-
-def check_logs(cfg: DictConfig, folder: Path, overwrite: bool) -> None:
-    """Raises an error for a log outside of the folder of a new run that has rows already, unless `overwrite`."""
     for path in _logs(cfg):
         if not overwrite and path.parent.resolve() != folder.resolve() and read_rows(path)[0]:
             raise MetaTTTError(f"{path} is the log of another run: give another path, or overwrite=true")

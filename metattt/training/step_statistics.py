@@ -95,14 +95,12 @@ def _volume(batch: Any) -> tuple[str, int, int]:
 
 def _flops(module: Any, length: int) -> float:
     """Operations that training on one window or image needs; 0 if they cannot be counted."""
-    if not hasattr(module, "build"):
-        return 0.0
     try:
         with apart_from_the_run(module.device):  # layers try out their plan on random numbers
             model = module.build.empty()
             count = flops_per_window(model, length) if isinstance(model, LanguageModel) else flops_per_image(model)
         return 3.0 * count
-    except Exception:  # an operation of a user's own layer that the meta device has not: the run is not to end for that
+    except Exception:  # an operation of a user's own layer that the meta device has not, or a module without `build`
         return 0.0
 
 
