@@ -199,8 +199,8 @@ def check_heads(layer: TTTLayer, part: TTTLayer, axes: Mapping[str, int | None],
     if not everywhere.item():
         raise MetaTTTError(
             f"the heads of {type(layer.task).__name__}, {type(layer.learner).__name__} and "
-            f"{type(layer.optimizer).__name__} cannot be divided among processes: some heads give other outputs without "
-            "the rest; set trainer.tensor_ranks=1"
+            f"{type(layer.optimizer).__name__} cannot be divided among processes: some heads give other outputs "
+            "without the rest; set trainer.tensor_ranks=1"
         )
 
 

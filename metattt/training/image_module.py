@@ -60,7 +60,7 @@ class ImageClassification(OuterLoop):
         super().on_load_checkpoint(checkpoint)
         checkpoint["lr_schedulers"] = []  # timm's keeps the number of steps, and a resumed run may have another
         if self.trainer.datamodule.data.streamed:  # type: ignore[attr-defined]
-            counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]  # of its pass, which begins
+            counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]  # of its pass: again
             counts.update(dict.fromkeys(counts, 0))
 
     def on_train_start(self) -> None:

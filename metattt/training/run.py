@@ -189,9 +189,8 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
 
 
 def make_room(cfg: DictConfig, folder: Path, overwrite: bool) -> None:
-    """Raises an error for a folder with a run in it, or a log elsewhere that has rows, unless `overwrite`; and for other
-    files that a run would write over.
-    """
+    """Raises an error for a folder with a run in it, or a log elsewhere that has rows, unless `overwrite`; and for
+    other files that a run would write over."""
     foreign = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
     for name, ours in ((LOG, _is_log), (CONFIGURATION, _is_configuration)):
         path = folder / name
