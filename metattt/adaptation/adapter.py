@@ -79,7 +79,8 @@ class Adapter:
     `W_j = rule(W_{j−1}, (1/b) Σ_{t in mini-batch j} ∇_W CE(logits_t(W_{j−1}), token_t))`.
 
     A mini-batch is learned when its b tokens have been read; how they are split into calls changes nothing. Every
-    document of a batch has weights of its own, which begin with the model's. The model itself never changes.
+    document of a batch has weights of its own, which begin with the model's. The model itself never changes. Threads may
+    `score` and `generate` at the same time.
 
     ```
     adapter = Adapter(model, fast="lora", rule=Adam(base_lr=1e-3, mini_batch_size=64))
@@ -141,6 +142,7 @@ class Adapter:
         """Forgets everything: the next tokens begin new documents with the model's own weights."""
         self.state = None
 
+    @torch.inference_mode(False)  # what is carried may be learned from later
     def next_documents(self) -> None:
         """The next tokens begin new documents, with the weights that the documents before have left. The tokens of an
         open mini-batch are learned first, as a smaller one."""
@@ -154,6 +156,7 @@ class Adapter:
             tokens=state.tokens[:, :0], position=0, waiting=0, ends=(None,) * len(documents), model=None,
             documents=documents,
         )  # fmt: skip
+        self._documents = max(documents) + 1
 
     def read(self, ids: Ids, logits: bool = False) -> Score:
         """Scores the next tokens of the documents, mini-batch by mini-batch, and learns each after it was scored.
@@ -171,11 +174,7 @@ class Adapter:
     def score(self, ids: Ids, logits: bool = False) -> Score:
         """Scores the next tokens with the weights as they are. Nothing is learned, and the documents stay where they
         are. Arguments and errors are those of `read`."""
-        before = self.state, self._documents
-        try:
-            return self._advance(ids, learns=False, scores=True, logits=logits)
-        finally:
-            self.state, self._documents = before
+        return self._advance(ids, learns=False, scores=True, logits=logits)
 
     def learn(self, ids: Ids) -> None:
         """Learns the next tokens, whose predictions are not wanted. Arguments and errors are those of `read`."""
@@ -228,6 +227,7 @@ class Adapter:
             raise MetaTTTError("the adapter has read nothing yet: there is nothing to save")
         write_state(path, self.state, self.base)
 
+    @torch.inference_mode(False)
     def load(self, path: str | Path) -> None:
         """Goes on from a file of `save`.
 
@@ -254,7 +254,7 @@ class Adapter:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # what is carried may be learned from later
+    @torch.inference_mode(False)
     def _advance(self, ids: Ids, learns: bool, scores: bool, logits: bool) -> Score:
         ids, lengths = self.fast.token_ids(ids)
         state = self._begun(len(ids)) if self.state is None else self.state
@@ -288,7 +288,8 @@ class Adapter:
             found.append(nats)
             rows += [] if values is None else [values]
             done += part.shape[1]
-        self.state = state
+        if learns:
+            self.state, self._documents = state, max(state.documents) + 1
         nats = torch.cat(found, dim=1)
         return Score(nats, state.documents, start, tuple(seen), torch.cat(rows, dim=1) if logits else None)
 
@@ -379,8 +380,7 @@ class Adapter:
         return Adapted(memory, tokens, 0, 0, none, None, self._numbers(batch), ((),) * batch)
 
     def _numbers(self, batch: int) -> tuple[int, ...]:
-        first, self._documents = self._documents, self._documents + batch
-        return tuple(range(first, first + batch))
+        return tuple(range(self._documents, self._documents + batch))
 
 
 def _last(values: Tensor, count: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -40,6 +41,12 @@ class Place(NamedTuple):
     module: str
     attribute: str
     key: str
+
+
+class Held(threading.local):
+    """The fast weights of the call that runs, by name; every thread has its own."""
+
+    values: Mapping[str, Tensor] = {}
 
 
 class FastModel:
@@ -81,10 +88,10 @@ class FastModel:
         self.ours = isinstance(model, LanguageModel)
         self.model = replica(model).eval()
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
+        self._held = Held()
         called = self._called()
         places = _chosen(self.model, fast, frozen_blocks, called, self.rank is not None)
         self.start: Tensors = {}
-        self._values: Mapping[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
         for name in dict.fromkeys(place.module for place in places):
             held = {place.attribute: place.key for place in places if place.module == name}
@@ -105,7 +112,7 @@ class FastModel:
             state: of a `LanguageModel` before them; None: at the start. Models of Transformers get none.
             last: how many tokens.
         """
-        self._values = weights
+        self._held.values = weights
         try:
             if self.ours:
                 features, state = self.model.features(ids, state)  # type: ignore[operator]
@@ -113,7 +120,7 @@ class FastModel:
             keep = {"logits_to_keep": last} if "logits_to_keep" in signature(self.model.forward).parameters else {}
             return self.model(input_ids=ids, use_cache=False, **keep).logits[:, -last:], None
         finally:
-            self._values = {}
+            self._held.values = {}
 
     def token_ids(self, ids: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         """The ids of documents, `[B, n]` or B tensors, as `[B, n]` with zeros after the shorter ones, and the length of
@@ -132,7 +139,7 @@ class FastModel:
 
     def generating(self, weights: Tensors) -> nn.Module:
         """The model with these fast weights in its modules, until the next call."""
-        self._values = weights
+        self._held.values = weights
         return self.model
 
     def _called(self) -> set[str]:
@@ -159,8 +166,7 @@ class FastModel:
         ids[1, 1] = 1
         try:
             with torch.no_grad():
-                self._values = {}
-                one, other, _ = self(self._values, ids, None, 2)[0][:, 0]
+                one, other, _ = self({}, ids, None, 2)[0][:, 0]
                 self.num_logits = one.numel()
         finally:
             for hook in hooks:
@@ -195,18 +201,18 @@ class FastModel:
 
         def low_rank(x: Tensor) -> Tensor:
             y: Tensor = plain(x)
-            if not self._values:
+            if not self._held.values:
                 return y
-            down, up = (self._values[key + end].squeeze(1).to(x.dtype) for end in (DOWN, UP))
+            down, up = (self._held.values[key + end].squeeze(1).to(x.dtype) for end in (DOWN, UP))
             _check_rows(key, x, len(down))
             flat = x.reshape(len(down), -1, x.shape[-1])  # [B, T, d_in]; one document may come in any shape
             return torch.baddbmm(y.reshape(len(down), -1, y.shape[-1]), flat @ down.mT, up.mT).view_as(y)
 
         def whole(x: Tensor) -> Tensor:
-            if not self._values:
+            if not self._held.values:
                 return plain(x)
             values = {
-                attribute: self._values[name].squeeze(1).to(getattr(plain, attribute).dtype)
+                attribute: self._held.values[name].squeeze(1).to(getattr(plain, attribute).dtype)
                 for attribute, name in held.items()
             }
             count = len(values[next(iter(held))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -159,11 +160,17 @@ def test_repetition_is_learned_and_generated() -> None:
     assert tuned.generate(IDS[:1, :4], 5, do_sample=False).shape == (1, 9)
 
 
-def test_copies_single_tokens_beams_and_inference_mode() -> None:
+def test_copies_single_tokens_beams_threads_and_inference_mode(tmp_path: Path) -> None:
     made = llama()
     adapter = Adapter(made, rule=adam())
     with torch.inference_mode():
+        adapter.read(IDS), adapter.next_documents()
+        adapter.save(tmp_path / "adapted.safetensors"), adapter.load(tmp_path / "adapted.safetensors")
         adapter.read(IDS[:, :20])
+    pieces = [IDS[:, start : start + 9] for start in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for found, piece in zip(pool.map(adapter.score, 4 * pieces), 4 * pieces, strict=True):
+            close(found.nats, adapter.score(piece).nats)
     nats, other = adapter.score(IDS).nats, copy.deepcopy(adapter)
     assert torch.equal(other.score(IDS).nats.nan_to_num(), nats.nan_to_num())
     other.learn(IDS)
@@ -172,7 +179,7 @@ def test_copies_single_tokens_beams_and_inference_mode() -> None:
     together = adapter.generate(IDS[:, :4], **options)
     for row in range(2):
         alone = Adapter(made, rule=adam())
-        alone.read(IDS[row : row + 1, :20])
+        alone.read(IDS[row : row + 1]), alone.next_documents(), alone.read(IDS[row : row + 1, :20])
         assert torch.equal(alone.generate(IDS[row : row + 1, :4], **options)[0], together[row])
     single = Adapter(made, rule=adam(mini_batch_size=1), context=5)
     assert single.read(IDS).nats[:, 1:].isfinite().all()
