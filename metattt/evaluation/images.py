@@ -132,17 +132,20 @@ def score(model: Any, loader: DataLoader[Any], inner: int = 0) -> ImageScores:
     """
     device = next(model.parameters()).device
     sums = torch.zeros(4, dtype=torch.double)
-    curves: dict[int, list[float]] = {}
+    curves: dict[int, Any] = {}
     for images, labels in tracked(loader, "images"):
         images, labels = images.to(device), labels.to(device)
         check_classes(labels, model.num_classes)
-        if inner and not sums[-1]:
-            curves = {number: loss.tolist() for number, loss in inner_losses_by_layer(model, images[:inner]).items()}
+        some = images[: max(0, inner - int(sums[-1]))]
+        for number, loss in inner_losses_by_layer(model, some).items() if len(some) else ():
+            curves[number] = curves.get(number, 0) + len(some) * loss
         sums += torch.stack([one.double().cpu() for one in classified(finite(model(images).float()), labels)])
     if not sums[-1]:
         raise MetaTTTError("there are no images to evaluate on")
     loss, top1, top5, _ = (sums / sums[-1]).tolist()
-    return ImageScores(int(sums[-1]), loss, top1, top5, curves)
+    count = int(sums[-1])
+    means = {number: (total / min(inner, count)).tolist() for number, total in curves.items()}
+    return ImageScores(count, loss, top1, top5, means)
 
 
 def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> None:

@@ -270,6 +270,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
     def is_gradient_checkpointing(self) -> bool:
         return self.model.checkpoint_blocks
 
+    is_activation_checkpointing = is_gradient_checkpointing  # its name since Transformers 5.24
+
 
 def _columns(mask: Tensor | None, ids: Tensor) -> Tensor | None:
     """The mask of the tokens of this call: the last columns of one that may go back to the beginning."""

@@ -13,12 +13,13 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metattt.testing.specimen import Found, NotApplicable, cotangent, distance, gradient_distance
+from metattt.testing.specimen import Found, NotApplicable, cotangent, distance, gradient_distance, judged, told
 
 EXACT, SINGLE, DIFFERENCES = 1e-9, 1e-4, 1e-5
 """Bounds of relative errors: in float64; of float32 against it; of derivatives by differences."""
@@ -249,22 +250,17 @@ def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
         subject(subject.tokens())
     except Exception as failure:  # whatever a foreign module raises
         shape = [2, subject.length, subject.dim]
-        note = f"{_told(failure)}; it was called with tokens {shape} of float64: if they have another width, set dim="
+        note = f"{told(failure)}; it was called with tokens {shape} of float64: if they have another width, set dim="
         yield "it reads tokens", Found(None, EXACT, note, True)
         return
     for title, (law, bound) in LAWS.items():
         subject.module.double().eval()  # not a copy: a module may keep what cannot be copied, such as a loss
-        try:
-            error = law(subject)
-            yield title, Found(error, bound, "", not error <= bound)
-        except NotApplicable as reason:
-            yield title, Found(None, bound, f"does not apply: {reason}", False)
-        except Exception as error:
-            yield title, Found(None, bound, _told(error), True)
+        yield title, judged(partial(_judge, law, subject, bound), bound)
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+def _judge(law: Callable[[Subject], float], subject: Subject, bound: float) -> Found:
+    error = law(subject)
+    return Found(error, bound, "", not error <= bound)
 
 
 def _needs(offered: bool, name: str) -> None:

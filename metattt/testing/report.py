@@ -18,7 +18,7 @@ from metattt.layer import TTTLayer
 from metattt.state import WHOLE_CALL
 from metattt.testing.foreign import Subject, examine
 from metattt.testing.laws import LAWS
-from metattt.testing.specimen import Found, NotApplicable, Specimen
+from metattt.testing.specimen import Found, Specimen, judged
 
 
 def check(cfg: DictConfig) -> None:
@@ -67,12 +67,11 @@ def _of_layer(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
         told = "one for each call" if whole_call else str(size)
         console.print(f"mini-batches of {used} tokens instead of {told}, so that short sequences cross their ends")
     for law in LAWS.values():
-        try:
-            if whole_call and law.name == "splits":
-                raise NotApplicable("optimizer.mini_batch_size=null learns each call as one mini-batch")
-            yield law.title, law.judge(spec)
-        except NotApplicable as reason:
-            yield law.title, Found(None, law.bound, f"does not apply: {reason}", False)
+        found = judged(partial(law.judge, spec), law.bound)
+        if whole_call and law.name == "splits":
+            note = "does not apply: optimizer.mini_batch_size=null learns each call as one mini-batch"
+            found = Found(None, law.bound, note, False)
+        yield law.title, found
 
 
 def _of_module(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:

@@ -40,6 +40,20 @@ class Found(NamedTuple):
     failed: bool
 
 
+def judged(judge: Callable[[], Found], bound: float) -> Found:
+    """What a law finds; or that it does not apply, or what a broken part or module raises."""
+    try:
+        return judge()
+    except NotApplicable as reason:
+        return Found(None, bound, f"does not apply: {reason}", False)
+    except Exception as error:
+        return Found(None, bound, told(error), True)
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+
+
 class Run(NamedTuple):
     """The results of one or several calls on a sequence: outputs `[B, T, D]`, final state, gradients by parameter name
     (and `x`)."""

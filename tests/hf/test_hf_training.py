@@ -137,7 +137,7 @@ def test_other_ways_to_the_same_step(changes: Any, exported: Path, tokenizer: An
         model = AutoModelForCausalLM.from_pretrained(exported / "ttt_mlp")
         one = trainer(model, tokenizer, tmp_path, max_steps=2, **settings)
         one.train()
-        assert model.is_gradient_checkpointing == ("gradient_checkpointing" in settings)
+        assert model.is_activation_checkpointing == ("gradient_checkpointing" in settings)
         found.append([parameter.detach().clone() for parameter in model.parameters()])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 

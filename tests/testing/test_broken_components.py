@@ -283,9 +283,16 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("pass") == len(LAWS) and "FAIL" not in out
 
 
-def test_check_ends_with_code_1_on_a_broken_law(capsys: pytest.CaptureFixture[str]) -> None:
-    target = f"{Foresight.__module__}.{Foresight.__qualname__}"
+class Single(RawTable):
+    """Raises in most laws."""
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.linear(x.float(), "w")
+
+
+@pytest.mark.parametrize(("part", "of"), [(Foresight, "optimizer"), (Single, "learner")])
+def test_check_ends_with_code_1_on_a_broken_law(part: type, of: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        check(compose("optimizer=custom", f"optimizer._target_={target}", *SMALL, job="check"))
+        check(compose(f"{of}=custom", f"{of}._target_={part.__module__}.{part.__qualname__}", *SMALL[:2], job="check"))
     assert end.value.code == 1
     assert "FAIL" in capsys.readouterr().out
