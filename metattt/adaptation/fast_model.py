@@ -87,6 +87,9 @@ class FastModel:
         self._given: Any = model, fast, rank, frozen_blocks, seed
         self.ours = isinstance(model, LanguageModel)
         self.model = replica(model).eval()
+        for one in self.model.modules():
+            if hasattr(one, "checkpoint_blocks"):  # blocks that run again would not find the weights of the call
+                one.checkpoint_blocks = False
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
         self._held = Held()
         called = self._called()

@@ -26,7 +26,7 @@ FAST = ("lora", "mlp", "norms", "all")
 
 
 def ours(layer: str = "ttt_linear") -> LanguageModel:
-    model = LanguageModel(V, 16, 2, lambda: metattt.build(layer, dim=16, num_heads=2, seed=0))
+    model = LanguageModel(V, 16, 2, lambda: metattt.build(layer, dim=16, num_heads=2, seed=0), checkpoint_blocks=True)
     return model.double().eval()
 
 
