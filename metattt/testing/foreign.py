@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,11 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metattt.testing.specimen import Found, NotApplicable, cotangent, distance, gradient_distance, judged, told
+from metattt.testing.specimen import (
+    Found,
+    NotApplicable,
+    cotangent,
+    difference_error,
+    distance,
+    gradient_distance,
+    judged,
+    told,
+)
 
 EXACT, SINGLE, DIFFERENCES = 1e-9, 1e-4, 1e-5
 """Bounds of relative errors: in float64; of float32 against it; of derivatives by differences."""
-STEPS = (1e-4, 1e-5, 1e-6, 1e-7)  # of differences
 
 
 class Subject:
@@ -195,27 +202,7 @@ def derivatives(subject: Subject) -> float:
     x = subject.tokens(subject.period + 5)
     gradients = subject.gradients(x, lambda x: subject(x)[0]).values()
     leaves = [x, *(one for one in subject.module.parameters() if one.requires_grad)]
-    largest, worst = max(one.norm().item() for one in gradients), 0.0
-    generator = torch.Generator().manual_seed(3)
-
-    def difference(leaf: Tensor, direction: Tensor, step: float) -> float:
-        values = []
-        for sign in (1, -1):
-            leaf += sign * step * direction
-            y = subject(x)[0]
-            values.append(float((y * cotangent(y)).sum()))
-            leaf -= sign * step * direction
-        return (values[0] - values[1]) / (2 * step)
-
-    with torch.no_grad():
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            direction = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
-            direction /= direction.norm()
-            claimed, scale = float((gradient * direction).sum()), max(gradient.norm().item(), 1e-3 * largest, 1e-30)
-            # (the best of several steps: how far a function is nearly straight is not known)
-            error = min(abs(difference(leaf, direction, step) - claimed) / scale for step in STEPS)
-            worst = max(worst, error if math.isfinite(error) else math.inf)  # `max` would pass over NaN
-    return worst
+    return difference_error(lambda: subject(x)[0], leaves, list(gradients))
 
 
 def single(subject: Subject) -> float:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.func import functional_call
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
@@ -27,13 +25,13 @@ from metattt.testing.specimen import (
     Specimen,
     compare,
     cotangent,
+    difference_error,
     distance,
     run,
     state_distance,
 )
 
 MEANINGLESS = 0.5  # a relative error above this bound means nothing
-AGREES = 1e-7  # a tenth of the bound of a derivative: one difference within it is enough
 
 
 @dataclass(frozen=True)
@@ -91,36 +89,10 @@ def derivatives(spec: Specimen) -> float:
     """Gradients of the reference against central differences, along one direction for the tokens and one for each
     parameter."""
     found = spec.forms()
-    layer = spec.make(form=found[0] if found else None)
-    x = spec.tokens(batch=1, extra=1)
+    layer, x = spec.make(form=found[0] if found else None), spec.tokens(batch=1, extra=1)
+    leaves = {"x": x} | dict(layer.named_parameters())
     expected = run(layer, x, grads=True).grads
-    largest = max(g.norm().item() for g in expected.values())
-    values = {name: p.detach() for name, p in layer.named_parameters()}
-    generator = torch.Generator().manual_seed(3)
-    worst = 0.0
-    for name, gradient in expected.items():
-        direction = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
-        direction /= direction.norm()
-
-        def loss(step: float, name: str = name, direction: Tensor = direction) -> Tensor:
-            moved = {**values, name: values[name] + step * direction} if name in values else values
-            tokens = x if name in values else x + step * direction
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.default_generator.manual_seed(0)
-                y = functional_call(layer, moved, (tokens,))[0]
-            return (y * cotangent(y)).sum()
-
-        def difference(step: float, loss: Callable[[float], Tensor] = loss) -> float:
-            return ((loss(step) - loss(-step)) / (2 * step)).item()
-
-        claimed = (gradient * direction).sum().item()
-        scale = max(gradient.norm().item(), 1e-3 * largest, 1e-30)
-        far = difference(1e-5)
-        error = abs(claimed - far) / scale
-        if not error <= AGREES:  # Richardson: without the error of second order
-            error = abs(claimed - (4 * difference(5e-6) - far) / 3) / scale
-        worst = max(worst, error if math.isfinite(error) else math.inf)
-    return worst
+    return difference_error(lambda: run(layer, x).y, [leaves[name] for name in expected], list(expected.values()))
 
 
 def splits(spec: Specimen) -> float:

@@ -96,4 +96,3 @@ def specimen_of(cfg: DictConfig) -> Specimen:
     options = {str(key): value for key, value in given.items() if key not in fixed}
     learner, task, optimizer = (partial(instantiate_part, cfg, key) for key in ("learner", "task", "optimizer"))
     return Specimen(learner, task, optimizer, cfg.dim, cfg.num_heads, options)
-

@@ -19,6 +19,9 @@ from metattt.optimizers.base import InnerOptimizer
 from metattt.state import State, Tensors
 from metattt.tasks.base import Task
 
+STEPS = (1e-5, 1e-4, 1e-6, 1e-7)  # of differences
+AGREES = 1e-7  # a tenth of the bound of a derivative, or less: one difference within it is enough
+
 
 class NotApplicable(Exception):
     """A law does not apply to this combination; the message is the reason."""
@@ -193,6 +196,31 @@ def gradients(layer: TTTLayer, x: Tensor, loss: Tensor) -> Tensors:
 def cotangent(y: Tensor) -> Tensor:
     """A fixed weight for every output, so that no gradient cancels by symmetry."""
     return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).cos().view_as(y)
+
+
+@torch.no_grad()
+def difference_error(outputs: Callable[[], Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
+    """Worst relative error of the gradients of a weighted sum of outputs by `leaves`, from which `outputs` makes them:
+    against central differences, along one direction for each leaf."""
+    largest, worst = max(one.norm().item() for one in gradients), 0.0
+    generator = torch.Generator().manual_seed(3)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        direction, start = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.clone()
+        direction /= direction.norm()
+        claimed, scale = float((gradient * direction).sum()), max(gradient.norm().item(), 1e-3 * largest, 1e-30)
+        error = math.inf
+        for step in STEPS:  # the best one counts: how far a function is nearly straight is not known
+            sums = []
+            for sign in (1, -1):
+                leaf.copy_(start + sign * step * direction)
+                y = outputs()
+                sums.append(float((y * cotangent(y)).sum()))
+            error = min(error, abs((sums[0] - sums[1]) / (2 * step) - claimed) / scale)
+            if error <= AGREES:
+                break
+        leaf.copy_(start)
+        worst = max(worst, error)
+    return worst
 
 
 def distance(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
