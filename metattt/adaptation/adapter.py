@@ -79,8 +79,8 @@ class Adapter:
     `W_j = rule(W_{j−1}, (1/b) Σ_{t in mini-batch j} ∇_W CE(logits_t(W_{j−1}), token_t))`.
 
     A mini-batch is learned when its b tokens have been read; how they are split into calls changes nothing. Every
-    document of a batch has weights of its own, which begin with the model's. The model itself never changes. Threads may
-    `score` and `generate` at the same time.
+    document of a batch has weights of its own, which begin with the model's. The model itself never changes. Several
+    threads may `score` and `generate` at once.
 
     ```
     adapter = Adapter(model, fast="lora", rule=Adam(base_lr=1e-3, mini_batch_size=64))

@@ -89,7 +89,7 @@ class FastModel:
         self.model = replica(model).eval()
         for one in self.model.modules():
             if hasattr(one, "checkpoint_blocks"):  # blocks that run again would not find the weights of the call
-                one.checkpoint_blocks = False
+                one.checkpoint_blocks = False  # type: ignore[assignment]
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
         self._held = Held()
         called = self._called()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.composition.keys import leaves
+from metattt.composition.choices import leaves
 from metattt.composition.messages import nearest
 from metattt.composition.overrides import key_of
 from metattt.errors import MetaTTTError, shown

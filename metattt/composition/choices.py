@@ -57,6 +57,14 @@ def parse_yaml(text: str) -> dict[str, Any]:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
 
 
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of a nested configuration, by dotted key behind a prefix."""
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    items = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
+    return {leaf: value for key, child in items for leaf, value in leaves(child, key).items()}
+
+
 def choice_of_schema(group: str, schema: str) -> str | None:
     """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or
     any."""

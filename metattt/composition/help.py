@@ -16,7 +16,7 @@ from typing import Any
 
 from metattt.composition.aliases import NOT_SET_THERE
 from metattt.composition.announced import announced
-from metattt.composition.choices import choices, defaults, file_of, groups, parse_yaml
+from metattt.composition.choices import choices, defaults, file_of, groups, leaves, parse_yaml
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, LAYERS
 from metattt.composition.signatures import Unreadable, constructor, explained, registered, registering
 from metattt.errors import MetaTTTError, shown
@@ -113,8 +113,8 @@ class _Composed:
     def rows(self, group: str) -> Iterator[tuple[str, str]]:
         """Key and value, and what it is, of the keys of a group."""
         style = self.values.get("block_style", {}).get(group, {})
-        for key, value in flat(self.values.get(group), group):
-            if key in NOT_SET_THERE or (key.rpartition(".")[2].startswith("_") and value != "???"):
+        for key, value in leaves(self.values.get(group), group).items():
+            if key == group or key in NOT_SET_THERE or (key.rpartition(".")[2].startswith("_") and value != "???"):
                 continue
             value = style.get(key.removeprefix(f"{group}."), value)
             yield f"{key}={shown(value)}", self.said.get(key, "") or ", ".join(map(shown, self.allowed.get(key, ())))
@@ -233,12 +233,3 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
-
-
-def flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The values in nested dictionaries, each with its dotted key behind a prefix."""
-    for key, value in node.items() if isinstance(node, dict) else ():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}.{key}")
-        else:
-            yield f"{prefix}.{key}", value

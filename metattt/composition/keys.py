@@ -33,14 +33,6 @@ KEYS = {
 }
 
 
-def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a nested configuration, by dotted key behind a prefix."""
-    if not isinstance(node, dict) or not node:
-        return {prefix: node}
-    items = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
-    return {leaf: value for key, child in items for leaf, value in leaves(child, key).items()}
-
-
 def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:
     """Refuses values of another type, and keys that the job has not.
 

@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import CLASSIFIER, fill, open_trained, read_weights
+from metattt.composition.choices import leaves
 from metattt.composition.instantiate import instantiate_model
-from metattt.composition.keys import leaves
 from metattt.models.block import Block
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_divisible

@@ -10,9 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from metattt.composition.choices import choices
+from metattt.composition.choices import choices, leaves
 from metattt.composition.compose import compose
-from metattt.composition.keys import leaves
 from metattt.composition.overrides import left_out
 from metattt.errors import MetaTTTError
 
