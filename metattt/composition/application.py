@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,19 +24,23 @@ from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_comp
 from metattt.composition.overrides import SEARCH_PATH, key_of, prepare, quoted
 from metattt.errors import MetaTTTError
 
+ALONE = threading.RLock()
+"""Held by the thread that changes what is of the whole process: Hydra's settings, or torch's generator for a while."""
+
 
 @contextmanager
 def application(job: str) -> Iterator[Hydra]:
     """Hydra with our configurations, as `@hydra.main` would make it; whatever was there before is there again."""
-    outer = GlobalHydra.instance().hydra  # set if the caller is itself a Hydra application
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_module("metattt.configs", job_name=job, version_base="1.3"):
-            inner = GlobalHydra.instance().hydra
-            assert inner is not None
-            yield inner
-    finally:
-        GlobalHydra.instance().hydra = outer
+    with ALONE:
+        outer = GlobalHydra.instance().hydra  # set if the caller is itself a Hydra application
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_module("metattt.configs", job_name=job, version_base="1.3"):
+                inner = GlobalHydra.instance().hydra
+                assert inner is not None
+                yield inner
+        finally:
+            GlobalHydra.instance().hydra = outer
 
 
 def parse(words: Sequence[str], command: str) -> Namespace:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.announced import announced
-from metattt.composition.application import application
+from metattt.composition.application import ALONE, application
 from metattt.composition.blocks import fill_blocks, take_settings
 from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
@@ -85,7 +85,7 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
     if cfg.seed is None:
         return instantiate_layer(cfg)
     used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # no other GPU is touched
-    with torch.random.fork_rng(devices=used):
+    with ALONE, torch.random.fork_rng(devices=used):
         torch.manual_seed(cfg.seed)
         return instantiate_layer(cfg)
 
