@@ -102,7 +102,6 @@ class RecordedStep:
                 raise NotStatic(f"{type(module).__name__} has hooks, or is compiled")
         static, token = static_state(model, state)
         _, after = model.step(token.unsqueeze(1), static.map(torch.clone), donate_state=True)
-        _check_structure(static, after)
         start = list(map(_laid_out, _tensors(static), _tensors(after)))  # as a step leaves it
         given = list(map(_laid_out, start, start))
         with Recorder([token, *given], count) as recorder:
@@ -187,10 +186,7 @@ def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[Langu
     # also compiles what is compiled
     _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), donate_state=True)
     static = _filled(apart, after).map(torch.clone)
-    wanted, found = _structure(static), _structure(after)
-    for path in {**wanted, **found}:
-        if wanted.get(path) != found.get(path):
-            raise NotStatic(f"the state's {path} is {wanted.get(path)} before a token and {found.get(path)} after it")
+    _check_structure(static, after)
     return static, token
 
 
@@ -249,8 +245,11 @@ def _structure(state: Any) -> dict[str, Any]:
 
 
 def _check_structure(before: Any, after: Any) -> None:
-    """Also the order: tensors are matched by it."""
-    if [*_structure(after).items()] != [*_structure(before).items()]:
+    wanted, found = _structure(before), _structure(after)
+    for path in {**wanted, **found}:
+        if wanted.get(path) != found.get(path):
+            raise NotStatic(f"the state's {path} is {wanted.get(path)} before a token and {found.get(path)} after it")
+    if [*wanted] != [*found]:  # tensors are matched by their order
         raise NotStatic("the state is of another structure after a token")
 
 
