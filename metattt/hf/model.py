@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from transformers.utils.generic import can_return_tuple  # noqa: E402
 # `cache` since Transformers 5.24
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 IGNORED = -100  # a label that does not count
+GENERATING: ContextVar[object] = ContextVar("generating", default=None)  # the call of `generate` that runs
 
 
 class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
@@ -54,7 +56,6 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True
 
     config: MetaTTTConfig
-    _generating: object = None  # the call of `generate` that is running
 
     def __init__(self, config: MetaTTTConfig, trust: Collection[str] = ()):
         super().__init__(config)
@@ -144,8 +145,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         if last_only and mask is not None and not mask.any(1).all():
             raise MetaTTTError("attention_mask has a row without a real token: leave out that prompt")
         one = input_ids.shape[1] == 1 and (mask is None or (not mask.is_cuda and bool(mask.all())))
-        if one and cache is not None and cache.is_initialized and self._generating is not None:
-            logits = cache.advance(self.model, input_ids[:, 0], self._generating).unsqueeze(1)
+        if one and cache is not None and cache.is_initialized and (within := GENERATING.get()) is not None:
+            logits = cache.advance(self.model, input_ids[:, 0], within).unsqueeze(1)
         else:
             state, donate = None if cache is None else cache.give_up(), not torch.is_grad_enabled()
             logits, state = self.model.step(input_ids, state, mask, last_only=last_only, donate_state=donate)
@@ -165,11 +166,11 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """As Transformers has it; while it runs, the model does not change, so that the step of a token is recorded."""
-        before, self._generating = self._generating, object()
+        before = GENERATING.set(object())
         try:
             return super().generate(*args, **options)
         finally:
-            self._generating = before
+            GENERATING.reset(before)
 
     def _check_adapters(self) -> None:
         """Refuses an adapter (peft) on a weight that embeds tokens and predicts them: merged, it would change both.

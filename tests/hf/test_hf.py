@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,10 @@ def test_a_long_text_is_drawn_by_a_recorded_step(
     assert torch.equal(plain.sequences, found.sequences)
     whole = model.generate(after, max_new_tokens=4, past_key_values=plain.past_key_values)
     assert all(torch.equal(one, whole) for one in going_on)
+    with ThreadPoolExecutor(2) as pool:  # the second begins before the first ends, and ends after it
+        list(pool.map(lambda count: model.generate(**given, **options | {"max_new_tokens": count}), (20, 60)))
+    monkeypatch.setattr(MetaTTTCache, "advance", None)  # calls by hand record nothing
+    assert model(more[:, 1:], past_key_values=model(more[:, :1]).past_key_values).logits.shape[1] == 1
 
 
 def test_a_state_learned_elsewhere(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
