@@ -222,20 +222,14 @@ def tokenizer(exported: Path) -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}])
 def test_generation_with_the_state_is_that_without(options: Any, model: MetaTTTForCausalLM, tokenizer: Any) -> None:
-    """Without: every token from the beginning."""
-    given, found = tokenizer(PROMPTS, return_tensors="pt", padding=True), []
-    for settings in ({}, {"use_cache": False}):
-        torch.manual_seed(3)
-        found.append(model.generate(**given, max_new_tokens=9, **settings, **options))
-    assert torch.equal(*found)
-
-
-def test_padding_on_either_side_changes_nothing(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
-    sides = {}
-    for side in ("left", "right"):
+    """Without: every token from the beginning. Padding may be on either side."""
+    found = []
+    for side, cached in (("left", True), ("left", False), ("right", True)):
         given = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side=side)
-        sides[side] = model.generate(**given, max_new_tokens=9)[:, given.input_ids.shape[1] :]
-    assert torch.equal(sides["left"], sides["right"])
+        torch.manual_seed(3)
+        drawn = model.generate(**given, max_new_tokens=9, use_cache=cached, **options)
+        found.append(drawn[:, given.input_ids.shape[1] :])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_stop_strings(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
