@@ -56,6 +56,9 @@ FUNCTIONS = {
 NAMED = {"runs": ("folder", r"[^=-][^=]*")}
 """Commands whose first word may be a value alone: its key, and what it looks like."""
 
+MOVED = {"bench": ("speed.py layer", r"\w+"), "reproduce": ("claims.py", r".*")}
+"""Former commands that are scripts of the repository now, and the form of their first argument."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for a mistake of the user's, 130 after Ctrl-C.
@@ -96,6 +99,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     command, words = given[0], given[1:]
     if command in NAMED and words and re.fullmatch(NAMED[command][1], words[0]):
         words[0] = f"{NAMED[command][0]}={words[0]}"
+    first = words[0] if words else ""
+    if command in MOVED and re.fullmatch(MOVED[command][1], first):
+        script = MOVED[command][0] if not first or "=" in first else f"{MOVED[command][0].split()[0]} {first}"
+        script = "gpu.py" if script == "speed.py gpu" else script
+        told = f"`metattt {command} {first}".rstrip()
+        return _fail(f"{told}` has moved: in a checkout of the repository, python benchmarks/{script}")
     from metattt.errors import MetaTTTError, did_you_mean
 
     if command not in COMMANDS:
