@@ -45,8 +45,10 @@ class Foreign(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Tensor | None, ...]:
-        given, again = ctx.saved_tensors, torch.is_grad_enabled()
-        inputs, outputs = (given, ctx.reference(*given)) if again else (ctx.inputs, ctx.outputs)
+        inputs, outputs, again = ctx.inputs, ctx.outputs, torch.is_grad_enabled()
+        if again:  # by aliases, since one may have been computed from another
+            inputs = [x.view_as(x) for x in ctx.saved_tensors]
+            outputs = ctx.reference(*inputs)
         wanted = [x for x in inputs if x.requires_grad]
         slopes = iter(
             torch.autograd.grad(outputs, wanted, found, retain_graph=True, create_graph=again, allow_unused=True)
