@@ -7,7 +7,6 @@ import math
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_integer
@@ -20,7 +19,7 @@ from metattt.learners.swiglu import SwiGLU
 from metattt.models.block import INIT_STD, Block, take
 from metattt.models.end_to_end_loop import Adaptation, Loop
 from metattt.models.language_model import LanguageModel, LanguageModelState
-from metattt.modules import RMSNorm, rounds
+from metattt.modules import RMSNorm, product_type
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -78,9 +77,8 @@ class EndToEndBlock(Block):
         """`f(x; W)` of the memory, `[B, T, D]`; sums are in the type of the weights."""
         memory, accum_dtype = self.memory, next(iter(weights.values())).dtype
         assert memory is not None
-        matmul_dtype = torch.get_autocast_dtype(x.device.type) if rounds(x.device.type) else x.dtype
         slow = {name: value.to(accum_dtype) for name, value in memory.slow.items()}
-        y: Tensor = memory.predict(FastWeights(weights, slow, matmul_dtype), x.to(accum_dtype).unsqueeze(1))
+        y: Tensor = memory.predict(FastWeights(weights, slow, product_type(x)), x.to(accum_dtype).unsqueeze(1))
         return y.squeeze(1).to(x.dtype)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

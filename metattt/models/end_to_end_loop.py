@@ -130,7 +130,7 @@ class Loop(NamedTuple):
         weights, now, start = held.weights, tuple(states), held.start
         ys: list[Tensor] = []
         column = 0
-        for cut in (*cuts, Cut(count, ids[0, :0], None)):
+        for cut in (*cuts, Cut(count, ids.new_empty(0), None)):
             here, rows = slice(column, cut.column), cut.learn
             part = None if packing is None else packing.part(column, cut.column)
             at = lead + cut.column

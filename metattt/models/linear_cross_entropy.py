@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from metattt.modules import product_type
+
 MAX_LOGITS = 2**24  # logits at a time: 64 MiB in fp32
 
 
@@ -47,9 +49,7 @@ def linear_cross_entropy(
         return torch.cat(losses)
     if not torch.is_grad_enabled():  # autograd says of a parameter that it needs a gradient there, too
         x, weight = x.detach(), weight.detach()
-    device = x.device.type
-    matmul_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, matmul_dtype)
+    total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, product_type(x))
     return total
 
 

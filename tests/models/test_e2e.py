@@ -245,6 +245,9 @@ def test_any_learner_can_be_the_memory() -> None:
     model = EndToEnd(VOCAB, 8, 2, attention, mini_batch_size=4, learner=MLP(expansion=2.0)).double()
     ids = tokens(2, 14)
     torch.testing.assert_close(read_in_pieces(model, ids, [6, 9])[0], model(ids), **TOLERANCE)
+    assert read_in_pieces(model, ids[:0], [6, 9])[0].shape == (0, 14, VOCAB)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves double precision as it is
+        torch.testing.assert_close(model(ids), read_in_pieces(model, ids, [6, 9])[0], **TOLERANCE)
     model(ids).sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.blocks[1].memory.parameters())  # type: ignore[union-attr]
     for wrong in (3, Transformer()):

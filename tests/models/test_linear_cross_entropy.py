@@ -48,8 +48,11 @@ def test_equals_cross_entropy(rows: int, max_logits: int, dtype: torch.dtype, bo
 @pytest.mark.parametrize("max_logits", [2**20, 400])
 def test_autocast_rounds_the_operands_and_not_the_loss(max_logits: int) -> None:
     x, weight, labels = data(50, 16, 53, torch.float32)
+    double = [x.detach().double(), weight.detach().double(), labels]
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(x, weight, labels, ignore_index=-1, max_logits=max_logits)
+        exact = linear_cross_entropy(*double, ignore_index=-1, max_logits=max_logits)  # autocast leaves it as it is
+    torch.testing.assert_close(exact, whole(*double)[0])
     expected = whole(x.bfloat16(), weight.bfloat16(), labels)
     loss.backward()
     assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32  # type: ignore[union-attr]
