@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.ttt_linear.naive import ttt_linear_naive
-from metattt.kernels.ttt_mlp.naive import naive_ttt_mlp
+from metattt.kernels.naive import naive
 from metattt.optimizers.base import Gates
 from metattt.tasks.base import Views
 
@@ -53,11 +52,8 @@ def given_of(x: Leaves, b: int = 16, group_size: int | None = None) -> MiniBatch
 def written_out(x: Leaves, b: int = 16) -> tuple[Tensor, Leaves]:
     """Predictions and the last weights by the equations, in the type of the tensors."""
     views = [x[name].transpose(1, 2) for name in ("q", "k", "v", "eta")]
-    mlp = "w2" in x
-    weights = [x.get(name) for name in WEIGHTS[: 4 if mlp else 2]]
-    given = {"tau": x.get("tau"), "mini_batch_size": b, "initial_state": weights, "output_final_state": True}
-    first = [None if w is None else w[0] for w in weights]
-    y, state = (naive_ttt_mlp if mlp else ttt_linear_naive)(*views, *first, x["scale"], x["shift"], **given)
+    weights = [x.get(name) for name in WEIGHTS[: 4 if "w2" in x else 2]]
+    y, state = naive(*views, x["scale"], x["shift"], tau=x.get("tau"), mini_batch_size=b, initial_state=weights)
     after = {name: w for name, w in zip(WEIGHTS, state, strict=False) if name in x}
     return y.transpose(1, 2), after
 

@@ -11,14 +11,13 @@ import torch
 from mini_batches import poisoned_memory
 from torch import Tensor
 
+from metattt.kernels.naive import naive
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear import op as linear
 from metattt.kernels.ttt_linear import tuning as linear_tuning
-from metattt.kernels.ttt_linear.naive import ttt_linear_naive
 from metattt.kernels.ttt_mlp import backward as mlp_backward
 from metattt.kernels.ttt_mlp import op as mlp
 from metattt.kernels.ttt_mlp import tuning as mlp_tuning
-from metattt.kernels.ttt_mlp.naive import naive_ttt_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter knows no bf16
@@ -26,23 +25,30 @@ Given = dict[str, Tensor | None]
 
 
 class Operation(NamedTuple):
-    """The functions and the kernel of an operation, its equations, the names of its weights, and the largest relative errors."""
+    """The functions and the kernel of an operation, its state, the names of its weights, and the largest relative errors."""
 
     run: Callable[..., Any]
     decode: Callable[..., Any]
     kernel: OnGPU
-    naive: Callable[..., Any]
+    state: type[Any]
     weights: tuple[str, ...]
     tolerance: dict[torch.dtype, float]
+
+    def naive(self, output_final_state: bool = False, **given: Any) -> tuple[Tensor, Any]:
+        """Its equations; TTT-Linear's state has zeros for a bias that is not there."""
+        o, state = naive(**given)
+        if self.state is linear.LinearState:
+            state = [state[at - 1].new_zeros(state[at - 1].shape[:-1]) if x is None else x for at, x in enumerate(state)]
+        return o, self.state(*state)
 
 
 OPERATIONS = {
     "ttt_linear": Operation(
-        linear.ttt_linear, linear.ttt_linear_decode, linear.KERNEL, ttt_linear_naive, ("w", "b"),
+        linear.ttt_linear, linear.ttt_linear_decode, linear.KERNEL, linear.LinearState, ("w", "b"),
         {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2},
     ),
     "ttt_mlp": Operation(
-        mlp.ttt_mlp, mlp.ttt_mlp_decode, mlp.KERNEL, naive_ttt_mlp, ("w1", "b1", "w2", "b2"),
+        mlp.ttt_mlp, mlp.ttt_mlp_decode, mlp.KERNEL, mlp.FinalState, ("w1", "b1", "w2", "b2"),
         {torch.float32: 1e-4 if DEVICE == "cuda" else 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2},
     ),
 }  # fmt: skip

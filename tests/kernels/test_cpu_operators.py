@@ -34,9 +34,9 @@ def arguments(name: str, tau: str = "none", bias: bool = True) -> list[Any]:
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize(("tau", "bias"), [("none", True), ("per_head", False)])
 def test_shapes_and_derivatives(name: str, tau: str, bias: bool) -> None:
-    operator = getattr(torch.ops.metattt, name).default
+    given = arguments(name, tau, bias)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(operator, arguments(name, tau, bias), test_utils=tests)
+    torch.library.opcheck(getattr(torch.ops.metattt, name).default, given, test_utils=tests)
 
 
 def small(name: str) -> TTTLayer:

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metattt.kernels.naive import naive
+
 log = logging.getLogger("metattt")
 
-OPERATIONS = {
-    "ttt_linear": ("ttt_linear_naive", ("w", "b")),
-    "ttt_mlp": ("naive_ttt_mlp", ("w1", "b1", "w2", "b2")),
-}  #: folder → its oracle and weights
+OPERATIONS = {"ttt_linear": ("w", "b"), "ttt_mlp": ("w1", "b1", "w2", "b2")}  #: folder → names of its weights
 MINI_BATCHES = 17  #: more than a segment of the backward pass
 AT_MOST = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Relative errors of outputs, of gradients of W0 and norms, and of those of the tokens of any mini-batch. Rounding
@@ -66,9 +65,8 @@ def _errors(
     derivatives: bool,
 ) -> dict[str, float]:  # fmt: skip
     """By the name of an output or gradient; NaN is infinitely wrong."""
-    oracle, weights = OPERATIONS[name]
+    weights = OPERATIONS[name]
     run = getattr(importlib.import_module(f"metattt.kernels.{name}.op"), name)
-    equations = getattr(importlib.import_module(f"metattt.kernels.{name}.naive"), oracle)
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, std: float) -> Tensor:
@@ -96,7 +94,7 @@ def _errors(
         found = torch.autograd.grad(o, list(leaves.values()), cotangent.to(o))
         return {"output": o.detach()} | {f"gradient of {part}": x for part, x in zip(leaves, found, strict=True)}
 
-    found, right = results(run, True), results(equations, False)
+    found, right = results(run, True), results(naive, False)
     of_tokens = {"output", *(f"gradient of {part}" for part in ("q", "k", "v", "eta"))}
     return {
         part: _error(found[part].double(), x, MINI_BATCHES if part in of_tokens else 1) for part, x in right.items()

@@ -26,8 +26,8 @@ import torch
 import triton
 from torch import Tensor
 
+from metattt.kernels.naive import EPS
 from metattt.kernels.ttt_linear import backward_chain, tuning
-from metattt.kernels.ttt_linear.naive import EPS
 from metattt.kernels.ttt_linear.tuning import padded
 
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.naive import EPS
 from metattt.kernels.triton.on_gpu import Part
-from metattt.kernels.ttt_linear.naive import EPS
 from metattt.kernels.ttt_linear.tiles import add3
 from metattt.kernels.ttt_linear.tuning import decode_launch, padded
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.naive import EPS
 from metattt.kernels.ttt_linear import tuning
-from metattt.kernels.ttt_linear.naive import EPS
 from metattt.kernels.ttt_linear.tiles import (
     affine,
     final_state,

@@ -1,15 +1,33 @@
 """`ttt_linear` and `ttt_linear_decode`: TTT-Linear in closed form by Triton, differentiable, and traced by
 `torch.compile` without a break."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.kernels.triton.device import WIDTHS, shared_memory
 from metattt.kernels.triton.functions import decode, over_sequences
-from metattt.kernels.ttt_linear.naive import LinearState
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 
 KERNEL = TTTLinearOnGPU()
+
+
+class LinearState(NamedTuple):
+    """Fast weights of N sequences: the committed W_a, and the open sum M = -Σ η_s ∇ℓ_s of the tokens since (zero
+    between mini-batches).
+
+    Attributes:
+        w: `[N, H, d, d]`, used as `x @ w`.
+        b: `[N, H, d]`.
+        update_w: `[N, H, d, d]`.
+        update_b: `[N, H, d]`.
+    """
+
+    w: Tensor
+    b: Tensor
+    update_w: Tensor
+    update_b: Tensor
 
 
 def ttt_linear(

@@ -8,23 +8,43 @@ asking for them is an error.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.kernels.operator import rows
 from metattt.kernels.triton.functions import decode, over_sequences
-from metattt.kernels.ttt_mlp.naive import FinalState, Weights
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 
 KERNEL = TTTMLPOnGPU()
 WIDTHS = range(32, 129, 16)
 
 
+class FinalState(NamedTuple):
+    """The state after a sequence, fp32, for each of N sequences and H heads; the entries of biases are None without
+    bias.
+
+    `w1 [N, H, d, f]`, `b1 [N, H, f]`, `w2 [N, H, f, d]`, `b2 [N, H, d]`: weights committed after the last whole
+    mini-batch. `update_*`, of the same shapes: −Σ_s η_s ∇ℓ_s over the tokens of the mini-batch that is still open;
+    zeros if there are none.
+    """
+
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    update_w1: Tensor
+    update_b1: Tensor | None
+    update_w2: Tensor
+    update_b2: Tensor | None
+
+
 def ttt_mlp(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
     norm_scale: Tensor, norm_bias: Tensor, *, tau: Tensor | None = None, mini_batch_size: int = 16,
-    initial_state: Weights | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    initial_state: tuple[Any, ...] | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, FinalState | None]:  # fmt: skip
     """Reads T tokens of B sequences with weights that learn from them: as `ttt_linear`, whose other arguments it takes
     (products of fp32 views are three TF32 products of split operands; d is a multiple of 16).
