@@ -39,7 +39,6 @@ from metattt.inner.packing import Call, make_layout
 from metattt.inner.parts import Parts
 from metattt.inner.replay import begun_again, tail
 from metattt.inner.tokens import Block, Tokens, joined
-from metattt.inner.whole_call import closed, sized
 from metattt.memory import Memory, choose
 from metattt.state import WHOLE_CALL, State, Tensors
 
@@ -60,7 +59,7 @@ class InnerLoop(Parts):
         if not self.is_checked(tokens, state, call.ctx):
             check_call(self, tokens, state, call.ctx)
         count, whole_call = tokens.views.q.shape[2], self.rule.mini_batch_size == WHOLE_CALL
-        loop = sized(self, count) if whole_call else self
+        loop = self.for_a_call(count) if whole_call else self
         plan, size, memory, donated = loop.plan, loop.rule.mini_batch_size, state.weights, call.donate_state
         if not memory:
             memory, donated = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
@@ -70,7 +69,8 @@ class InnerLoop(Parts):
             make = make_layout if call.packing is None else call.packing.layout
             layout = make(call.ctx, state, plan.period, plan.block)
         if whole_call:
-            layout = closed(layout)
+            blocks = [block._replace(commit=block.filled > 0) for block in layout.blocks]
+            layout = layout._replace(blocks=blocks, phase=0)  # what padding or a document's end cuts short counts, too
         elif self.rule.read == "block":
             say_cut(self, state.phase, layout, count)
         if layout.column is not None:

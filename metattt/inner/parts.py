@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ class Parts(NamedTuple):
         rule, alike = self.rule, ctx.valid is None and ctx.first is None and state.phase is not None
         known = tokens.kind in self.plan.checked and (rule.has_token_steps or rule.token_steps() is None)
         return alike and known and not torch.compiler.is_compiling()
+
+    def for_a_call(self, count: int) -> Self:
+        """With all `count` tokens of a call in one mini-batch (`optimizer.mini_batch_size=null`)."""
+        plan = replace(self.plan, period=count if self.plan.period else None, block=count)
+        return self._replace(rule=self.rule.bound(mini_batch_size=count), plan=plan)
 
     def start(self, batch: int, dtype: torch.dtype) -> Memory:
         """The memory of a fresh sequence: W0, or what the rule makes of it."""

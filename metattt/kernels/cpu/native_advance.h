@@ -114,26 +114,18 @@ static inline void learn(
 
 // -- the norm ---------------------------------------------------------------------------------------------------------
 
-static inline float sum_of(Vector x) {
-    float lanes[VL];
-    store(lanes, x);
-    for (int width = VL / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
-
 // z becomes x̂ = (z − mean)·r; returns r.
 static inline float normalize(float* z) {
     Vector sum = {};
     for (int j = 0; j < D; j += VL) sum += load(z + j);
-    const float mean = sum_of(sum) * (1.0f / D);
+    const float mean = total(sum) * (1.0f / D);
     Vector squares = {};
     for (int j = 0; j < D; j += VL) {
         const Vector centred = load(z + j) - mean;
         squares += centred * centred;
         store(z + j, centred);
     }
-    const float r = 1.0f / sqrtf(sum_of(squares) * (1.0f / D) + EPS);
+    const float r = 1.0f / sqrtf(total(squares) * (1.0f / D) + EPS);
     for (int j = 0; j < D; j += VL) store(z + j, load(z + j) * r);
     return r;
 }
@@ -149,7 +141,7 @@ static inline void inner_gradient(const Token& token, float* z, float* g) {
         sum += error;
         along += error * hat;
     }
-    const float m1 = sum_of(sum) * (1.0f / D), m2 = sum_of(along) * (1.0f / D), step = token.eta * r;
+    const float m1 = total(sum) * (1.0f / D), m2 = total(along) * (1.0f / D), step = token.eta * r;
     for (int j = 0; j < D; j += VL) store(g + j, step * (load(g + j) - m1 - load(z + j) * m2));
 }
 

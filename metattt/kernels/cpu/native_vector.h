@@ -10,6 +10,10 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 constexpr float EPS = 1e-6f;  // of the norm
 
 #if defined(__AVX512F__)
@@ -43,9 +47,11 @@ struct View {  // of a tensor [batch, head, token] or [batch, head, token, D] wi
 // -- sums and shuffles ------------------------------------------------------------------------------------------------
 
 static inline float total(Vector x) {
-    float sum = 0;
-    for (int i = 0; i < VL; ++i) sum += x[i];
-    return sum;
+    float lanes[VL];
+    store(lanes, x);
+    for (int width = VL / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
 }
 
 template <int Offset, int... I>
@@ -155,3 +161,15 @@ struct Scratch {
     Scratch(const Scratch&) = delete;
     T& operator[](int64_t i) { return data[i]; }
 };
+
+// Asks for large pages for memory that has not been touched yet: handing out that of a long sequence in small ones takes a fifth of a
+// forward pass. It is only advice.
+extern "C" void use_large_pages(char* data, int64_t size) {
+#if defined(MADV_HUGEPAGE)
+    constexpr int64_t page = int64_t(1) << 21;
+    const int64_t start = reinterpret_cast<int64_t>(data), first = (start + page - 1) / page * page, last = (start + size) / page * page;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)size;
+#endif
+}

@@ -1,8 +1,6 @@
 // The walk over groups of mini-batches, for a kernel that has defined State, Step, load_state, store_state, forward_step and
 // backward_step; and what Python calls. Included at the end of a kernel.
 
-#include "native_pages.h"
-
 extern "C" {
 
 int64_t state_size() { return sizeof(State) / sizeof(float); }

@@ -7,7 +7,6 @@
 //
 // The backward pass runs a chunk of pairs again from the weights that were kept at its start, and stores W before each of its pairs.
 
-#include "native_pages.h"
 #include "native_vector.h"
 
 struct Call {  // 8 bytes each, in the order of `NativeOnlineLinear._run`
