@@ -34,10 +34,9 @@ def projection(dim: int, width: int, bias: bool) -> nn.Linear:
 
 def draw_xavier(*modules: nn.Module | None) -> None:
     """Initialises the weights of all linear maps in modules as Glorot and Bengio do."""
-    for module in filter(None, modules):
-        for linear in module.modules():
-            if isinstance(linear, nn.Linear):
-                nn.init.xavier_uniform_(linear.weight)
+    for linear in nn.ModuleList(filter(None, modules)).modules():
+        if isinstance(linear, nn.Linear):
+            nn.init.xavier_uniform_(linear.weight)
 
 
 def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -255,7 +254,8 @@ def normalize(x: Tensor, eps: float | None = None) -> Tensor:
     plain = plain and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
     if plain and forward_ad._current_level < 0 and interpreter_stack() is None:
         return _Scaled.apply(x, eps)
-    return F.normalize(x, dim=-1) if eps is None else F.rms_norm(x, x.shape[-1:], eps=eps)
+    least = max(NORMALIZE_EPS, torch.finfo(x.dtype).tiny)  # in fp16 torch's ε is 0: zeros, as of padding, would be NaN
+    return F.normalize(x, dim=-1, eps=least) if eps is None else F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 class RMSNorm(nn.RMSNorm):
