@@ -123,7 +123,7 @@ class EndToEnd(LanguageModel, takes=TAKEN):
 
     carried = 1
     pre_conv = False
-    scale = 1.0  #: of η: the callback inner_warmup moves it
+    scale, follows_base_lr = 1.0, True  #: of η: the callback inner_warmup moves it
     suffix: int | None = setting(default=None, advice=", or null for a quarter of the blocks")
     mini_batch_size: int = setting(default=1024)
     inner_lr: float = setting(default=1.0)

@@ -172,7 +172,7 @@ class BlockMomentum(BlockRule):
     def configure(self) -> None:
         super().configure()
         self.per_weight = self.lr == "per_weight"
-        self.lr = "constant" if self.per_weight else self.lr
+        self.lr, self.follows_base_lr = "constant" if self.per_weight else self.lr, not self.per_weight
         self.own_slots = ("momentum",) if self.momentum != "none" else ()
         self.decay_to_init = self.row_norm  # W0 is carried, for its norms
         self.scale_free = self.orthogonalize

@@ -37,6 +37,7 @@ class StepSize(InnerOptimizer):
         MetaTTTError: a value that is not allowed.
     """
 
+    follows_base_lr = True  #: whether a step size changes with η_base at any time (`callbacks=inner_warmup`)
     base_lr: float = setting(default=1.0, fixed=True, advice=RATE_ADVICE)
     lr: Literal["per_head", "shared", "constant"] = setting(default="per_head", fixed=True)
     lr_scale: Literal["head_dim", "none"] = setting(default="head_dim", fixed=True)

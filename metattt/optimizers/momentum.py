@@ -64,7 +64,7 @@ class Momentum(GradientDescent, takes=TAKEN):
     def configure(self) -> None:
         super().configure()
         if self.decay == "mamba2":
-            self.lr = "constant"  # Δ is the step size
+            self.lr, self.follows_base_lr = "constant", False  # Δ is the step size
         self.has_momentum = self.momentum != "none"
 
     def check_settings(self) -> None:

@@ -8,9 +8,6 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.layer import TTTLayer
-from metattt.models.end_to_end import EndToEnd
-from metattt.optimizers.gradient_descent import StepSize
 from metattt.registry import register
 
 
@@ -33,15 +30,16 @@ class InnerWarmup(Callback):
     def __init__(self, start: float = 0.01):
         check_number("callbacks.inner_warmup.start", start, above=0)
         self.start = start
-        self.final: dict[StepSize | EndToEnd, float] = {}
+        self.final: dict[Any, float] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rules = [module.optimizer if isinstance(module, TTTLayer) else module for module in pl_module.modules()]
-        self.final = {rule: float(rule.scale) for rule in rules if isinstance(rule, StepSize | EndToEnd)}
+        rules: Any = (module for module in pl_module.modules() if getattr(module, "follows_base_lr", False))
+        self.final = {rule: float(rule.scale) for rule in rules}
         if not self.final or not all(rule.base_lr for rule in self.final):
             raise MetaTTTError(
-                "callbacks=inner_warmup needs layers with an inner learning rate, optimizer.base_lr, that is not 0: "
-                "leave it out with ~callbacks.inner_warmup"
+                "callbacks=inner_warmup needs layers whose step sizes follow optimizer.base_lr (with optimizer.lr="
+                "per_weight or decay=mamba2 they do not), and a base_lr that is not 0: leave it out with "
+                "~callbacks.inner_warmup"
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -53,7 +51,7 @@ class InnerWarmup(Callback):
             # A tensor: changing a plain number would recompile compiled layers and make every plan again.
             device = next((x.device for x in rule.parameters()), None)
             now = torch.tensor(final * (first + (1 - first) * done), dtype=torch.float64, device=device)
-            rule.scale = now  # type: ignore[assignment]
+            rule.scale = now
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._put_back()

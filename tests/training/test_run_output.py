@@ -120,8 +120,9 @@ def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) ->
     warmup.on_train_batch_start(trainer, module, None, 0)
     warmup.on_exception(trainer, module, KeyboardInterrupt())  # in a notebook: the model has the final rate
     assert layer.optimizer.scale * 4 == pytest.approx(base_lr)
-    module.modules = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.base_lr=0").modules
-    refusal(lambda: warmup.on_fit_start(trainer, module), "that is not 0: leave it out")
+    for other in (("ttt_linear", "optimizer.base_lr=0"), ("lact",), ("mamba2",)):
+        module.modules = build(f"layer={other[0]}", "dim=8", "num_heads=2", *other[1:]).modules
+        refusal(lambda: warmup.on_fit_start(trainer, module), "that is not 0: leave it out")
 
 
 @pytest.mark.slow
