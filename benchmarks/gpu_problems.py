@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from common import in_turn, product, rate, ratios, reading, summary
@@ -190,12 +191,27 @@ def ceiling(subject: str, case: Case, device: str) -> Found:
 # -- other launches ----------------------------------------------------------------------------------------------------
 
 
-def variants(subject: str, case: Case) -> dict[str, Callable[[], Callable[[], None]]]:
-    """Changes of the launch for a timed case, by name, from the operation's `tuning.variants`: each makes the change,
-    and returns what takes it back."""
-    offered = {"width": case["width"], "size": case["size"], "dtype": DTYPES[case["dtype"]]}
-    function = importlib.import_module(f"metattt.kernels.{subject}.tuning").variants
-    return dict(function(**{name: offered[name] for name in inspect.signature(function).parameters if name in offered}))
+def variants(subject: str, case: Case) -> dict[str, AbstractContextManager[object]]:
+    """Other launches for a timed case, by name, each while its context lasts."""
+    tuning: Any = importlib.import_module(f"metattt.kernels.{subject}.tuning")
+    width, size, found = case["width"], case["size"], dict[str, AbstractContextManager[object]]()
+    if subject == "ttt_mlp":
+        for kernel, (tile, warps) in itertools.product(("forward", "backward"), ((32, 4), (64, 4), (64, 8), (128, 8))):
+            if (other := tuning.Config(tile, warps, 1)) != tuning.config(kernel, width, size):
+                entry = {tuning.key(kernel, width, size): other}
+                found[f"{kernel}: tiles of {tile}, {warps} warps"] = mock.patch.dict(tuning.TABLE, entry)
+        return found
+    dtype, warps = DTYPES[case["dtype"]], tuning.padded(width) // 16
+    for kernel, (count, registers) in itertools.product(
+        tuning.KERNELS, ((warps, 168), (warps, 128), (2 * warps, None))
+    ):
+        entry = {tuning.key(kernel, width, size, dtype.itemsize): [count, registers]}
+        found[f"{kernel}: {count} warps, registers {registers}"] = mock.patch.dict(tuning.TABLE, entry)
+    for length in (8, 32):
+        found[f"segments of {length} mini-batches"] = mock.patch.object(tuning, "SEGMENT", length)
+    if dtype == torch.float32:
+        found["products of fp32 as ieee"] = mock.patch.object(tuning, "FP32_PRODUCTS", "ieee")
+    return found
 
 
 def variant(subject: str, case: Case, device: str) -> Found:
@@ -206,12 +222,9 @@ def variant(subject: str, case: Case, device: str) -> Found:
     before, after = _tables(tuning), {}
     for _ in range(3):
         times["used"].append(milliseconds(used, device)["ms, median"])
-        undo = change()
-        try:
+        with change:
             after = _tables(tuning)
             times["changed"].append(milliseconds(used, device)["ms, median"])
-        finally:
-            undo()
     sets = {name: {key: x for key, x in table.items() if before[name].get(key) != x} for name, table in after.items()}
     ratio = ratios(times["changed"], times["used"]).columns("times used")
     sets = {name: table for name, table in sets.items() if table}

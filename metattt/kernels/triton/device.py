@@ -1,7 +1,6 @@
 """What the operations and their launches may take. Where there is no GPU, the answers about a device are those of an
 H100, as interpreter and compiler need them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +18,3 @@ def shared_memory(device: torch.device) -> int:
         return SHARED_MEMORY
     properties: Any = torch.cuda.get_device_properties(device)  # torch's types do not know all of them
     return int(properties.shared_memory_per_block_optin)
-
-
-def changed(table: dict[str, Any], values: dict[str, Any]) -> Callable[[], None]:
-    """Sets entries of a table of launches, for `variants`; returns what takes that back."""
-    before = {name: table[name] for name in values if name in table}
-    table.update(values)
-
-    def undo() -> None:
-        for name in values:
-            table.pop(name)
-        table.update(before)
-
-    return undo

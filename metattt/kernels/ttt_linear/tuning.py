@@ -4,13 +4,7 @@
 what a benchmark has written.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
-
-import torch
-
-from metattt.kernels.triton.device import changed
 
 
 class Launch(NamedTuple):
@@ -70,17 +64,3 @@ def decode_launch(width: int) -> Launch:
     """For W and M `[width, width]`, all of whose loads are in flight at once."""
     known = TABLE.get(f"decode d{padded(width)}")
     return Launch(padded(width) // 16) if known is None else Launch(*known)
-
-
-def variants(width: int, size: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
-    """Other launches for a benchmark to try: a name, and a function that makes the change and returns the one that
-    undoes it."""
-    warps = padded(width) // 16
-    for kernel in KERNELS:
-        for other in (Launch(warps, 168), Launch(warps, 128), Launch(2 * warps)):
-            name = f"{kernel}: {other.num_warps} warps, registers {other.maxnreg}"
-            yield name, partial(changed, TABLE, {key(kernel, width, size, dtype.itemsize): list(other)})
-    for length in (8, 32):
-        yield f"segments of {length} mini-batches", partial(changed, globals(), {"SEGMENT": length})
-    if dtype == torch.float32:
-        yield "products of fp32 as ieee", partial(changed, globals(), {"FP32_PRODUCTS": "ieee"})

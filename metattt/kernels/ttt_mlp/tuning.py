@@ -7,11 +7,8 @@ what a benchmark has written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from metattt.kernels.triton.device import changed
 
 
 class Config(NamedTuple):
@@ -72,14 +69,3 @@ def config(kernel: str, d: int, b: int) -> Config:
     if kernel == "decode":
         return Config(32 if d <= 64 else 16, 4, 1)
     return Config(64, 4 if b <= 16 else 8, 1)
-
-
-def variants(width: int, size: int) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
-    """Other launches for a benchmark to try: a name, and a function that makes the change and returns the one that
-    undoes it."""
-    for kernel in ("forward", "backward"):
-        used = config(kernel, width, size)
-        for tile, warps in ((32, 4), (64, 4), (64, 8), (128, 8)):
-            if (other := Config(tile, warps, 1)) != used:
-                entry = {key(kernel, width, size): other}
-                yield f"{kernel}: tiles of {tile}, {warps} warps", partial(changed, TABLE, entry)
