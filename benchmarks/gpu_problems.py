@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -191,53 +191,36 @@ def ceiling(subject: str, case: Case, device: str) -> Found:
 # -- other launches ----------------------------------------------------------------------------------------------------
 
 
-def variants(subject: str, case: Case) -> dict[str, AbstractContextManager[object]]:
-    """Other launches for a timed case, by name, each while its context lasts."""
+def variants(subject: str, case: Case) -> dict[str, tuple[str, Any]]:
+    """Other launches for a timed case, by name: a constant of the operation's `tuning` and another value for it; of
+    `TABLE`, entries that are added."""
     tuning: Any = importlib.import_module(f"metattt.kernels.{subject}.tuning")
-    width, size, found = case["width"], case["size"], dict[str, AbstractContextManager[object]]()
+    width, size, found = case["width"], case["size"], dict[str, tuple[str, Any]]()
     if subject == "ttt_mlp":
         for kernel, (tile, warps) in itertools.product(("forward", "backward"), ((32, 4), (64, 4), (64, 8), (128, 8))):
             if (other := tuning.Config(tile, warps, 1)) != tuning.config(kernel, width, size):
-                entry = {tuning.key(kernel, width, size): other}
-                found[f"{kernel}: tiles of {tile}, {warps} warps"] = mock.patch.dict(tuning.TABLE, entry)
+                found[f"{kernel}: tiles of {tile}, {warps} warps"] = "TABLE", {tuning.key(kernel, width, size): other}
         return found
     dtype, warps = DTYPES[case["dtype"]], tuning.padded(width) // 16
-    for kernel, (count, registers) in itertools.product(
-        tuning.KERNELS, ((warps, 168), (warps, 128), (2 * warps, None))
-    ):
+    launches = ((warps, 168), (warps, 128), (2 * warps, None))
+    for kernel, (count, registers) in itertools.product(tuning.KERNELS, launches):
         entry = {tuning.key(kernel, width, size, dtype.itemsize): [count, registers]}
-        found[f"{kernel}: {count} warps, registers {registers}"] = mock.patch.dict(tuning.TABLE, entry)
-    for length in (8, 32):
-        found[f"segments of {length} mini-batches"] = mock.patch.object(tuning, "SEGMENT", length)
-    if dtype == torch.float32:
-        found["products of fp32 as ieee"] = mock.patch.object(tuning, "FP32_PRODUCTS", "ieee")
-    return found
+        found[f"{kernel}: {count} warps, registers {registers}"] = "TABLE", entry
+    found |= {f"segments of {length} mini-batches": ("SEGMENT", length) for length in (8, 32)}
+    return found | ({"products of fp32 as ieee": ("FP32_PRODUCTS", "ieee")} if dtype == torch.float32 else {})
 
 
 def variant(subject: str, case: Case, device: str) -> Found:
     """Another launch against the one that is used, three times in turn, and the entries of tables that it sets."""
-    change, used = variants(subject, case)[case["variant"]], way(subject, case, device)
     tuning = importlib.import_module(f"metattt.kernels.{subject}.tuning")
+    (constant, value), used = variants(subject, case)[case["variant"]], way(subject, case, device)
     times: dict[str, list[float]] = {"used": [], "changed": []}
-    before, after = _tables(tuning), {}
     for _ in range(3):
         times["used"].append(milliseconds(used, device)["ms, median"])
-        with change:
-            after = _tables(tuning)
+        with mock.patch.object(tuning, constant, tuning.TABLE | value if constant == "TABLE" else value):
             times["changed"].append(milliseconds(used, device)["ms, median"])
-    sets = {name: {key: x for key, x in table.items() if before[name].get(key) != x} for name, table in after.items()}
     ratio = ratios(times["changed"], times["used"]).columns("times used")
-    sets = {name: table for name, table in sets.items() if table}
-    return summary(times["changed"]).columns("ms") | ratio | {"sets": sets}
-
-
-def _tables(tuning: Any) -> dict[str, dict[str, Any]]:
-    """The tables of launches; JSON has texts for keys."""
-    return {
-        name: {key if isinstance(key, str) else " ".join(map(str, key if isinstance(key, tuple) else (key,))): x
-               for key, x in value.items()}
-        for name, value in vars(tuning).items() if name.isupper() and isinstance(value, dict)
-    }  # fmt: skip
+    return summary(times["changed"]).columns("ms") | ratio | {"sets": {constant: value} if constant == "TABLE" else {}}
 
 
 @contextmanager
