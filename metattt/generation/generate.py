@@ -144,8 +144,7 @@ def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, 
     """A line of JSON for every prompt, in their order, as soon as it is there."""
     target = contextlib.nullcontext(sys.stdout)
     if chosen.output is not None:
-        path = Path(chosen.output).expanduser()
-        target = path.open("x", encoding="utf-8")  # type: ignore[assignment]
+        target = Path(chosen.output).expanduser().open("x", encoding="utf-8")  # type: ignore[assignment]
     with target as file:
         unicode = str(getattr(file, "encoding", None)).lower().startswith("utf")
         for start in range(0, len(prompts), chosen.batch_size):

@@ -94,6 +94,7 @@ class RecordedStep:
     Raises:
         NotStatic: a state that grows, a step that reads a value back, modules with hooks or compiled ones, or a second
             token for which the recording computes something else than the model.
+        RuntimeError: torch cannot compile the recording.
     """
 
     def __init__(self, model: LanguageModel, state: LanguageModelState, count: int = 1, compiled: bool = False):
@@ -116,18 +117,17 @@ class RecordedStep:
         self._constants, self._static = recorder.constants, static
         function = recorder.function([logits, *(found[at] for at in self._new)], operators=compiled)
         self._function: Callable[..., Sequence[Tensor]] = function
-        self._check(model, (token + 1) % model.vocab_size, found)
+        token, self._tensors = (token + 1) % model.vocab_size, [x.clone() for x in found]
+        logits, after = model.step(token.unsqueeze(1), self.state.map(torch.clone), donate_state=True)
+        if not torch.equal(self(token), logits[:, -1]) or not all(map(torch.equal, self._tensors, _tensors(after))):
+            raise NotStatic("the step does something that is no function of torch")
         if compiled:
             # called with tensors of the same shapes for good: nothing has to be looked at before each token
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
             self._function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+            self._tensors = list(map(_laid_out, start, start))
+            self(token)  # compiles: an error belongs here, not to the first token that is drawn
         self._tensors = start
-
-    def _check(self, model: LanguageModel, token: Tensor, before: Sequence[Tensor]) -> None:
-        self._tensors = [x.clone() for x in before]
-        logits, after = model.step(token.unsqueeze(1), self.state.map(torch.clone), donate_state=True)
-        if not torch.equal(self(token), logits[:, -1]) or not all(map(torch.equal, self._tensors, _tensors(after))):
-            raise NotStatic("the step does something that is no function of torch")
 
     def __call__(self, token: Tensor) -> Tensor:
         """As `PlainStep`."""
