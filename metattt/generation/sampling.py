@@ -95,15 +95,13 @@ class Report:
     """
 
     def __init__(self, *flags: Tensor):
-        found = torch.stack(flags)
+        self.host = found = torch.stack(flags)
         self.event: torch.cuda.Event | None = None
         if found.is_cuda:
             self.host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             self.host.copy_(found, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(found.device))
-        else:
-            self.host = found
 
     def read(self) -> list[bool]:
         """The flags, when they have arrived: what was launched since is not waited for."""

@@ -22,6 +22,7 @@ from metattt.errors import MetaTTTError
 from metattt.generation.recorder import NotStatic, Recorder
 from metattt.memory import content
 from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.modules import TRACED
 from metattt.nested import count_sequences
 from metattt.state import State
 from metattt.torch_private import pytree
@@ -87,7 +88,7 @@ class RecordedStep:
         model: in evaluation mode, on the CPU. Its parameters may change in place, but not be replaced; what its modules
             do besides computing with tensors is done once.
         state: stays as it is; the steps go on from a copy.
-        count: tokens to come; gradients inside a layer are recorded for many (`metattt.modules.TRACED`).
+        count: tokens to come; gradients inside a layer are recorded for many (`TRACED`), and to be compiled.
         compiled: `torch.compile` the recording, which takes seconds (fewer where its cache on the disk knows the step)
             and rounds otherwise.
 
@@ -105,7 +106,7 @@ class RecordedStep:
         _, after = model.step(token.unsqueeze(1), static.map(torch.clone), donate_state=True)
         start = list(map(_laid_out, _tensors(static), _tensors(after)))  # as a step leaves it
         given = list(map(_laid_out, start, start))
-        with Recorder([token, *given], count) as recorder:
+        with Recorder([token, *given], TRACED if compiled else count) as recorder:
             logits, after = model.step(token.unsqueeze(1), _with(static, given), donate_state=True)
             logits = logits[:, -1]
         _check_structure(static, after)

@@ -119,12 +119,12 @@ UNLIKE = {"attention": GROWS, "titans_mag": GROWS, "titans": ".", "hook": "has h
 def test_compile_true_says_when_steps_are_not_alike(
     change: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of(f"layer={'ttt_linear' if change in ('hook', 'compiler') else change}")
+    model = model_of(f"layer={'custom' if change in ('hook', 'compiler') else change}")
     if change == "hook":
         model.blocks[0].register_forward_hook(lambda *_: None)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda *_: torch.ones(2).view(3))  # fails when it is called
     with torch.inference_mode(), caplog.at_level("WARNING", "metattt"):
-        assert isinstance(one_token_step(model, after(model), TRACED, compiled=True), PlainStep)
+        assert isinstance(one_token_step(model, after(model), WORTH["cpu"], compiled=True), PlainStep)
     assert re.search(f"which is not compiled: .*{UNLIKE[change]}", caplog.text)
 
 
