@@ -112,7 +112,7 @@ def test_what_python_counts_is_found_by_a_second_token() -> None:
 
 
 GROWS = r"the state's .*layers.* before a token and .* after it"  # a cache of keys
-UNLIKE = {"attention": GROWS, "titans_mag": GROWS, "titans": ".", "hook": "has hooks", "compiler": "shape .* is invalid"}
+UNLIKE = {"attention": GROWS, "titans_mag": GROWS, "titans": ".", "hook": "has hooks", "compiler": "is invalid"}
 
 
 @pytest.mark.parametrize("change", UNLIKE)
