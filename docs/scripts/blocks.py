@@ -104,7 +104,7 @@ def rules() -> str:
         least, median = (milliseconds(value(times, own, f"ms, {one}"), 0) for one in ("least", "median"))
         without = milliseconds(value(times, plain, "ms, median"), 0)
         made.append([f"`{name}`", least, median, "1" if ratio is None else f"{ratio:.2f}", without, f"{gain:.2f}"])
-    return table(["layer", "min", "median", "times `gated_delta_net`", "without kernel", "times the kernel"], made)
+    return table(["layer", "min", "median", "times `gated_delta_net`", "plain PyTorch", "times the kernel"], made)
 
 
 def adaptation() -> str:
