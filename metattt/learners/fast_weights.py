@@ -12,8 +12,8 @@ places sums over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,6 @@ from torch import Tensor
 from metattt.errors import MetaTTTError, did_you_mean
 from metattt.learners.opaque import OpaqueWeight
 from metattt.ops.chunk import matmul
-
-if TYPE_CHECKING:
-    from metattt.inner.forms.dual import PerTokenGradients
 
 Weights = Mapping[str, Tensor]
 
@@ -184,6 +181,20 @@ class RecordingWeights(FastWeights):
         return self._use(z, WeightUse(weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype)))
 
 
+class Gradients(Protocol):
+    """The interface of the tokens' gradients G_s for `PerTokenWeights`; `mix` is `[B, H, m, n]`."""
+
+    @property
+    def paired(self) -> Collection[tuple[str, str, bool]]:
+        """(weight, bias, transpose) of those that were only ever used together."""
+
+    def mixed(self, name: str, mix: Tensor) -> Tensor | None:
+        """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
+
+    def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
+        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`; with `plus_one` the paired bias is included."""
+
+
 Term = tuple[Tensor | None, Weights]  #: its row `[B, H, m]`, or None for ones, and weights by name
 
 
@@ -200,7 +211,7 @@ class PerTokenWeights(FastWeights):
     factored = True
 
     def __init__(
-        self, terms: Sequence[Term], mix: Tensor, gradients: PerTokenGradients, slow: Weights, matmul_dtype: torch.dtype
+        self, terms: Sequence[Term], mix: Tensor, gradients: Gradients, slow: Weights, matmul_dtype: torch.dtype
     ):
         super().__init__(terms[0][1], slow, matmul_dtype)
         self.terms, self.mix, self.gradients = terms, mix, gradients
