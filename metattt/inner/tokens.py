@@ -224,7 +224,8 @@ def most_joined(tokens: Tokens) -> int:
 
 def joined(blocks: Sequence[Block], tokens: Tokens) -> list[Block]:
     """Joins blocks of a rule without phase, up to `most_joined` tokens, if no document starts between them."""
-    most, found = most_joined(tokens), list[Block]()
+    most = most_joined(tokens)
+    found: list[Block] = []
     for block in blocks:
         for _ in range(block.times):
             if found and block.restart is None and found[-1].length + block.length <= most:
