@@ -212,7 +212,7 @@ def wide(given: MiniBatches) -> MiniBatches:
     return filled(shell(given), tensors)._replace(matmul_dtype=torch.float32)
 
 
-def not_wide(given: MiniBatches) -> str | None:
+def reason_not_widened(given: MiniBatches) -> str | None:
     """Why `wide` does not make it fp32, or None."""
     types = {given.matmul_dtype, *map(attrgetter("dtype"), flat(given))}
     if types <= {torch.float32, given.matmul_dtype} and given.matmul_dtype != torch.float64:

@@ -21,7 +21,7 @@ from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_advance import advance, one_token
 from metattt.kernels.cpu.threads import divide
-from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, not_wide, wide
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, reason_not_widened, wide
 from metattt.state import Tensors
 
 
@@ -54,7 +54,7 @@ class NativeForm(Operation):
         gates = given.tokens.gates[1:]
         if gates.count(None) != len(gates):
             return "a gate besides the step size"
-        if (misfit := not_wide(given) or misfit) is not None:
+        if (misfit := reason_not_widened(given) or misfit) is not None:
             return misfit
         if torch.compiler.is_compiling():  # which needs a C++ compiler itself
             found: Any = self.defines(sizes_of(given))

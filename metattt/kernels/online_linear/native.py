@@ -20,7 +20,7 @@ from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_scan import run, use_large_pages
 from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
-from metattt.kernels.operator import BEHIND, LIBRARY, Operation, Pass, Results, empty_like_tokens, not_wide
+from metattt.kernels.operator import BEHIND, LIBRARY, Operation, Pass, Results, empty_like_tokens, reason_not_widened
 
 SOURCE = Path(__file__).with_name("native.cpp")
 SMALLEST_SHARE = 512  # pairs that are worth a thread
@@ -37,7 +37,7 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         gates = given.tokens.gates
         if gates.beta is not None or gates.weight_lr is not None:
             return "a momentum gate, or a step size for every weight"
-        return not_wide(given) or (None if load(SOURCE, {}) else "no library of a compiler (see warning)")
+        return reason_not_widened(given) or (None if load(SOURCE, {}) else "no library of a compiler (see warning)")
 
     def group_size(self, given: MiniBatches, sequences: int) -> int:
         """Pairs whose weights the backward pass stores at once, whatever `layer.group_size` says of mini-batches. More
