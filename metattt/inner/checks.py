@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from metattt.errors import MetaTTTError
-from metattt.inner.packing import ColumnLayout
+from metattt.inner.columns import ColumnLayout
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
 from metattt.optimizers.checks import check_gates

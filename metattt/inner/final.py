@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.inner.columns import take_columns
 from metattt.inner.execution import in_groups
-from metattt.inner.packing import take_columns
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory, choose, newest

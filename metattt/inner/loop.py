@@ -31,11 +31,12 @@ from torch import Tensor
 
 from metattt.inner.by_kernel import scan
 from metattt.inner.checks import check_call, say_cut
+from metattt.inner.columns import make_layout
 from metattt.inner.committed import gated
 from metattt.inner.execution import in_groups
 from metattt.inner.final import predictions, steps
 from metattt.inner.forms import FORMS, SHARE
-from metattt.inner.packing import Call, make_layout
+from metattt.inner.packing import Call
 from metattt.inner.parts import Parts
 from metattt.inner.replay import begun_again, tail
 from metattt.inner.tokens import Block, Tokens, joined
@@ -67,7 +68,7 @@ class InnerLoop(Parts):
             tokens, layout = begun_again(plan, tokens, state, call.ctx, size)
         else:
             make = make_layout if call.packing is None else call.packing.layout
-            layout = make(call.ctx, state, plan.period, plan.block)
+            layout = make(call.ctx, state, plan.period, plan.block, bool(plan.kernels))
         if whole_call:
             blocks = [block._replace(commit=block.filled > 0) for block in layout.blocks]
             layout = layout._replace(blocks=blocks, phase=0)  # what padding or a document's end cuts short counts, too

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.packing import ColumnLayout, make_layout, take_columns
+from metattt.inner.columns import ColumnLayout, make_layout, take_columns
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import NAMES, Tokens
 from metattt.modules import expand_like
@@ -47,7 +47,7 @@ def begun_again(plan: Plan, tokens: Tokens, state: State, ctx: Context, size: in
     start = torch.zeros_like(state.pos)
     lead = start if state.phase is not None else state.pos % size - (size - 1)
     begin = state._replace(phase=None if state.phase is None else 0)
-    return tokens, make_layout(ctx, begin, plan.period, plan.block, None, start, lead)
+    return tokens, make_layout(ctx, begin, plan.period, plan.block, False, None, start, lead)
 
 
 def tail(placed: Tokens, layout: ColumnLayout, after: Tensor, size: int) -> Tensors:
