@@ -19,7 +19,7 @@ from torch import Tensor
 
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.settings import pick_device
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError
 from metattt.inner.planning import ASKED
 from metattt.layer import TTTLayer
 from metattt.sequence_layer import SequenceLayer
@@ -43,8 +43,6 @@ def bench(cfg: DictConfig) -> None:
         SystemExit: code 1, if forms differ: nothing is timed.
         MetaTTTError: the configuration does not make a layer, or a setting is not allowed.
     """
-    for key in ("length", "batch", "rounds", "threads"):
-        check_integer(key, cfg[key], most=2**24)
     device, console = pick_device(cfg.device), Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(cfg.threads)
     forms, missing = forms_of(cfg, device)

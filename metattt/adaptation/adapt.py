@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.documents import read_documents
 from metattt.data.tokenizers import MOST_BYTES, Tokenizer, document_tokens, tokenizer_of
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError
 from metattt.evaluation.by_position import Scores, bin_edges, bits_by_position
 from metattt.evaluation.output import report, table
 from metattt.io import read_object, read_text
@@ -33,38 +32,6 @@ from metattt.optional import need
 
 BINS = 12
 AUDITED = 3  # mini-batches of the document that is audited
-
-
-@dataclass
-class AdaptData:
-    """Texts to adapt to."""
-
-    path: Any = None
-    text_key: str = "text"
-    documents: int | None = None
-    max_tokens: int | None = None
-
-
-@dataclass
-class AdaptSettings:
-    """The keys of `configs/adapt.yaml`."""
-
-    checkpoint: str
-    optimizer: Any
-    fast: Any = "lora"
-    rank: int | None = None
-    frozen_blocks: int = 0
-    clip: float | None = 1.0
-    context: int | None = None
-    reset: bool = True
-    batch_size: int = 8
-    audit: int = 0
-    seed: int = 0
-    tokenizer: str | None = None
-    output_dir: str | None = None
-    device: str = "auto"
-    trust: Any = None
-    data: AdaptData = field(default_factory=AdaptData)
 
 
 def adapt(cfg: DictConfig) -> dict[str, Scores]:
@@ -77,17 +44,12 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     Raises:
         MetaTTTError: a checkpoint, text or setting that cannot be used; `NotFinite`, if the weights diverge.
     """
-    chosen = settings(AdaptSettings, cfg, checkpoint=NO_CHECKPOINT)
+    chosen = settings(cfg, checkpoint=NO_CHECKPOINT)
     if OmegaConf.is_missing(cfg.data, "path"):
         raise MetaTTTError("no texts are given: add data.path=<file, folder or list of these>")
-    check_integer("audit", chosen.audit, 0)
-    least = {"batch_size": (chosen.batch_size, 1), "data.documents": (chosen.data.documents, 1)}
-    for key, (value, at_least) in (least | {"data.max_tokens": (chosen.data.max_tokens, 2)}).items():
-        if value is not None:
-            check_integer(key, value, at_least)
     model, tokenizer, folder = load_causal(chosen)
-    texts = read_documents(chosen.data.path, chosen.data.text_key, most=chosen.data.documents)
-    most = chosen.data.max_tokens  # copied: a view would keep all tokens of a long text
+    texts = read_documents(chosen.data["path"], chosen.data["text_key"], most=chosen.data["documents"])
+    most = chosen.data["max_tokens"]  # copied: a view would keep all tokens of a long text
     documents = [torch.tensor(document_tokens(tokenizer, one.text)[:most]) for one in texts]
     adapter = Adapter(
         model, chosen.fast, instantiate_part(cfg, "optimizer"), chosen.rank, chosen.context, chosen.frozen_blocks,
@@ -130,7 +92,7 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     return results
 
 
-def load_causal(chosen: AdaptSettings) -> tuple[nn.Module, Tokenizer, Path]:
+def load_causal(chosen: Any) -> tuple[nn.Module, Tokenizer, Path]:
     """The model in evaluation mode, its tokenizer, and the folder that it came from.
 
     Raises:
@@ -202,7 +164,7 @@ def _scored(
     return Scores(nats, num_bytes, count, seconds)
 
 
-def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings, console: Console) -> None:
+def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: Any, console: Console) -> None:
     """Examines the beginning of the longest document."""
     length = AUDITED * adapter.rule.mini_batch_size + 1
     document = max(documents, key=len)[:length]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
@@ -12,12 +12,11 @@ from metattt.checkpoints.folder import TOKENIZER, new_folder, write_model
 from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record, modules
 from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import Weights, read_weights
-from metattt.errors import MetaTTTError, check_choice
+from metattt.composition.settings import settings
+from metattt.errors import MetaTTTError
 from metattt.io import digest, write_whole
 from metattt.models.published import from_ours, to_ours, with_clipped_steps
 from metattt.models.published_config import PublishedConfig, build_empty
-
-DIRECTIONS = ("auto", "from_published", "from_jax", "to_published", "to_jax")
 
 
 def convert(cfg: DictConfig) -> None:
@@ -26,20 +25,18 @@ def convert(cfg: DictConfig) -> None:
     Raises:
         MetaTTTError: a file that cannot be read, names or shapes that do not fit, or a target that exists.
     """
-    for key in ("source", "target"):
-        if OmegaConf.is_missing(cfg, key) or not isinstance(cfg[key], str):
-            raise MetaTTTError(f"no {key} is given: metattt convert source=<folder or file> target=<new folder>")
-    check_choice("direction", cfg.direction, DIRECTIONS)
-    target = check_new(cfg.target)
-    found = read_weights(cfg.source, modules(cfg.trust))
+    usage = "is given: metattt convert source=<folder or file> target=<new folder>"
+    chosen = settings(cfg, source=f"no source {usage}", target=f"no target {usage}")
+    target = check_new(chosen.target)
+    found = read_weights(chosen.source, modules(chosen.trust))
     file, side = found.about.path, found.side
-    if side == "ours" and not cfg.direction.startswith("to_"):
+    if side == "ours" and not chosen.direction.startswith("to_"):
         raise MetaTTTError(f"{file} is already a MetaTTT checkpoint: set direction=to_published or direction=to_jax")
-    if side != "ours" and cfg.direction not in ("auto", f"from_{side}"):
-        raise MetaTTTError(f"{file} has the names of direction=from_{side}, not of direction={cfg.direction}")
+    if side != "ours" and chosen.direction not in ("auto", f"from_{side}"):
+        raise MetaTTTError(f"{file} has the names of direction=from_{side}, not of direction={chosen.direction}")
     tokenizer = None if found.about.tokenizer == "bytes" else found.about.tokenizer  # bytes need no file
     if side == "ours":
-        tensors, text = _published(found, cfg.direction == "to_jax")
+        tensors, text = _published(found, chosen.direction == "to_jax")
         beside = {PUBLISHED_CONFIG: text} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
         with new_folder(target) as folder:
             for name, one in beside.items():

@@ -40,10 +40,12 @@ def defaults(job: str) -> dict[str, str]:
 
 @cache
 def keys_of(job: str) -> set[str]:
-    """The keys of a job's file and of those that it includes: their own, and a part for every group."""
+    """The keys of a job's file and of those that it includes: their own, also inside of one, and a part for every
+    group."""
     content = parse_yaml(_text(job))
     included = [entry for entry in content.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    return {*content, *(group.partition("/")[0] for group in defaults(job))}.union(*map(keys_of, included))
+    inside = (f"{key}.{name}" for key, value in content.items() if isinstance(value, dict) for name in value)
+    return {*content, *inside, *(group.partition("/")[0] for group in defaults(job))}.union(*map(keys_of, included))
 
 
 def _text(job: str) -> str:

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from metattt.composition.announced import announced
 from metattt.composition.application import ALONE, application
 from metattt.composition.blocks import fill_blocks, take_settings
-from metattt.composition.choices import groups, keys_of
+from metattt.composition.choices import groups
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.keys import check_keys
@@ -136,7 +136,7 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
             if entries._get_node(name)._is_none():  # null in a file, as `left_out` on the command line
                 _take_away(cfg, f"{group}.{name}", job)
     _apply_block_style(cfg, overrides, str(chosen.get("block_style")))
-    check_keys(cfg, keys_of(job), job)
+    check_keys(cfg, job)
     _check_parameters(cfg, job)
     _check_chosen(cfg, overrides)
     return cfg, chosen

@@ -1,45 +1,38 @@
-"""The settings of a job that makes no components (`eval`, `generate`, `prepare`), with their types checked."""
+"""The settings of a job that makes no components itself: `eval`, `generate`, `prepare`, ..."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, get_type_hints
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
-from metattt.composition.messages import first_line, wrong_type
+from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
-
-S = TypeVar("S")
-
 
 NO_CHECKPOINT = "no checkpoint is given: add checkpoint=<a run's folder, or a checkpoint in it>"
 
 
-def settings(schema: type[S], cfg: DictConfig, **required: str) -> S:
-    """The configuration of a job as an instance of its dataclass.
+def settings(cfg: DictConfig, **required: str) -> Any:
+    """The keys of a job as attributes, with plain lists and dictionaries inside.
 
     Args:
-        schema: the dataclass; its fields are the keys of the job.
-        cfg: the configuration.
+        cfg: as `metattt.composition.compose.compose` makes it; types and bounds were checked there.
         required: key -> the message where it has no value.
 
     Raises:
-        MetaTTTError: a value of another type, or none where one is required.
+        MetaTTTError: no value where one is required, or one that leads nowhere.
     """
     for needed, message in required.items():
         if OmegaConf.is_missing(cfg, needed) or not cfg[needed]:
             raise MetaTTTError(message)
     try:
-        typed: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        key, reason = getattr(error, "full_key", None), first_line(error)
-        hints = get_type_hints(schema)
-        if isinstance(error, ValidationError) and key in hints:
-            raise MetaTTTError(wrong_type(key, cfg[key], hints[key])) from error
-        raise MetaTTTError(f"{key}: {reason}" if key else reason) from error
-    return typed
+        raise MetaTTTError(f"{error.full_key}: {first_line(error)}") from error
+    return SimpleNamespace(**plain)
 
 
 def pick_device(name: str) -> torch.device:

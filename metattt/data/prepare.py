@@ -35,30 +35,13 @@ from metattt.data.shards import ShardData
 from metattt.data.sources import is_local, load
 from metattt.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, document_tokens, load_tokenizer
 from metattt.data.windows import dtype_of
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.errors import MetaTTTError
 from metattt.io import path_of, sync, write_whole
 from metattt.locking import locked
 from metattt.optional import need
 
 SAME = ("text_key", "validation_fraction", "seed")  # settings that decide what is written, beside source and tokenizer
 BATCH = 64  # documents that are tokenised at a time
-
-
-@dataclass
-class PrepareSettings:
-    """The keys of `configs/prepare.yaml`."""
-
-    target: str
-    source: Any = None
-    text_key: str = "text"
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    dataset_files: Any = None
-    tokenizer: str = "bytes"
-    validation_source: Any = None
-    validation_fraction: float = 0.01
-    seed: int = 0
-    workers: int | None = None
 
 
 @dataclass
@@ -82,11 +65,7 @@ def prepare(cfg: DictConfig) -> int:
         MetaTTTError: a setting, a source or a tokenizer that cannot be used, a folder that holds other things or that
             another process writes to, a full disk.
     """
-    chosen = settings(PrepareSettings, cfg, target="no folder for the tokens is given: add target=<a new folder>")
-    check_number("validation_fraction", chosen.validation_fraction, least=0, below=1)
-    if chosen.workers is not None:
-        check_integer("workers", chosen.workers, most=1024)
-    check_integer("seed", chosen.seed, -(2**63))
+    chosen = settings(cfg, target="no folder for the tokens is given: add target=<a new folder>")
     console = Console(highlight=False, soft_wrap=True)
     folder = path_of(chosen.target, "target")
     library = need("datasets", extra="text", what="metattt prepare")
@@ -109,7 +88,7 @@ def prepare(cfg: DictConfig) -> int:
     return 0
 
 
-def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: Any) -> dict[str, Any]:
+def _prepare(chosen: Any, folder: Path, console: Console, library: Any) -> dict[str, Any]:
     tokenizer = load_tokenizer(chosen.tokenizer)
     divided = chosen.validation_source is not None
     given = [("source", chosen.source, chosen.dataset_files, False if divided else None)]
@@ -198,7 +177,7 @@ def _is_here(source: Any, files: Any) -> bool:
     return files is None and (not isinstance(source, str) or is_local(source))
 
 
-def _name(chosen: PrepareSettings, key: str, source: Any, files: Any) -> str:
+def _name(chosen: Any, key: str, source: Any, files: Any) -> str:
     """The name of a source: the same text has the same name."""
     if _is_here(source, files):
         paths = [source] if isinstance(source, str) else source or []
@@ -210,7 +189,7 @@ def _name(chosen: PrepareSettings, key: str, source: Any, files: Any) -> str:
 
 
 def _rows(
-    library: Any, chosen: PrepareSettings, key: str, source: Any, files: Any, held_out: bool | None, name: str,
+    library: Any, chosen: Any, key: str, source: Any, files: Any, held_out: bool | None, name: str,
     cache: Path, console: Console,
 ) -> Rows:  # fmt: skip
     """The documents of a source: of local files, which may be any bytes, by our readers, of others by `datasets`."""
@@ -243,7 +222,7 @@ def _documents(files: list[tuple[str, str, int, int]], text_key: str) -> Iterato
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def _tokenised(library: Any, rows: Rows, chosen: PrepareSettings, tokenizer: str | None) -> Any:
+def _tokenised(library: Any, rows: Rows, chosen: Any, tokenizer: str | None) -> Any:
     """In place of its text, the tokens of every document and the bytes of its text. What decides about the splits is
     not known here: `datasets` need not tokenise again for another one."""
     kinds = {name: rows.table.features[name] for name in rows.table.column_names if name != rows.text_key}
@@ -269,7 +248,7 @@ def _tokenizer(content: str | None) -> Tokenizer:
     return ByteTokenizer() if content is None else FileTokenizer(content, "the text of tokenizer=")
 
 
-def _split(rows: Rows, chosen: PrepareSettings) -> Iterator[tuple[bool, bytes, int]]:
+def _split(rows: Rows, chosen: Any) -> Iterator[tuple[bool, bytes, int]]:
     """Of every document that is not empty: whether it is to validate on, its tokens, and the bytes of its text."""
     number = 0
     for batch in rows.table.iter(BATCH):
@@ -281,7 +260,7 @@ def _split(rows: Rows, chosen: PrepareSettings) -> Iterator[tuple[bool, bytes, i
             number += 1
 
 
-def _write(folder: Path, sources: Sequence[Rows], chosen: PrepareSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+def _write(folder: Path, sources: Sequence[Rows], chosen: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokens of all documents, those to train on first; their counts, and the checksums of the files. What is in
     `validation_source` is left out of the training text.
     """

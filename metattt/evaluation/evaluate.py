@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +19,10 @@ from metattt.checkpoints.record import modules
 from metattt.checkpoints.trained import Trained, load_model, open_trained
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.errors import MetaTTTError
 from metattt.evaluation.output import Report, report
 
 TEXT = "metattt.evaluation.text"  # scores models of text, and those of data that names no other module
-
-
-@dataclass
-class EvalData:
-    """Text to evaluate on. None: as in training."""
-
-    path: Any = None
-    text_key: str | None = None
-    context_length: int | None = None
-    batch_size: int | None = None
-    validation_max_bytes: int | None = None
-    validation_max_tokens: int | None = None
-    dataset: str | None = None
-    validation_path: str | None = None
-    validation_split: str | None = None
-
-
-@dataclass
-class EvalSettings:
-    """The keys of `configs/eval.yaml`."""
-
-    checkpoint: Any
-    labels: list[str] | None = None
-    split: str = "validation"
-    device: str = "auto"
-    segment: int = 2048
-    bins: str = "log"
-    num_bins: int = 16
-    inner_loss: bool = False
-    inner_loss_windows: int = 32
-    tasks: Any = None
-    task_path: str | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    batch_size: int = 16
-    tokenizer: str | None = None
-    output_dir: str | None = None
-    trust: Any = None
-    data: EvalData = field(default_factory=EvalData)
 
 
 @dataclass(frozen=True)
@@ -70,14 +31,14 @@ class Evaluation:
     prints and writes the scores, and returns them by label.
 
     Attributes:
-        chosen: the settings.
+        chosen: the settings, by the keys of `configs/eval.yaml`.
         known: label -> what is known of the checkpoint.
         device: where the models compute.
         trust: modules of the user's whose classes the checkpoints may name.
         console: to print on.
     """
 
-    chosen: EvalSettings
+    chosen: Any
     known: Mapping[str, Trained]
     device: torch.device
     trust: Sequence[str]
@@ -86,7 +47,7 @@ class Evaluation:
     @property
     def changes(self) -> dict[str, Any]:
         """The fields of the data that the command line sets."""
-        return {key: value for key, value in vars(self.chosen.data).items() if value is not None}
+        return {key: value for key, value in self.chosen.data.items() if value is not None}
 
     def model(self, label: str) -> Any:
         """The model, in evaluation mode."""
@@ -108,9 +69,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         MetaTTTError: a checkpoint, data or a setting that cannot be used.
     """
-    chosen = settings(EvalSettings, cfg, checkpoint=NO_CHECKPOINT)
-    check_choice("split", chosen.split, ("train", "validation", "test", "all"))
-    check_integer("inner_loss_windows", chosen.inner_loss_windows)
+    chosen = settings(cfg, checkpoint=NO_CHECKPOINT)
     device, trust = pick_device(chosen.device), modules(chosen.trust)
     files = checkpoints(chosen.checkpoint)
     names = labels(files, chosen.labels)

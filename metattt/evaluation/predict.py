@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +18,9 @@ from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.messages import first_line
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
-from metattt.data.base import MOST_ROWS
 from metattt.data.documents import walk
 from metattt.data.images import CorruptImage, image_suffixes, in_colours
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.errors import MetaTTTError
 from metattt.evaluation.images import drawn_alike, recorded_classes
 from metattt.evaluation.output import finite, report, table, tracked
 from metattt.io import path_of
@@ -30,21 +28,6 @@ from metattt.optional import need
 
 ROWS = 40  # pictures that the table shows
 LONGEST_NAME = 200  # characters of a class
-
-
-@dataclass
-class PredictSettings:
-    """The keys of `configs/predict.yaml`."""
-
-    checkpoint: str
-    source: str
-    top: int = 5
-    batch_size: int = 64
-    num_workers: int = 0
-    corrupt: str = "error"
-    device: str = "auto"
-    output_dir: str | None = None
-    trust: Any = None
 
 
 class Prediction(NamedTuple):
@@ -96,10 +79,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
         MetaTTTError: a checkpoint, pictures or a setting that cannot be used.
     """
     no_pictures = "no pictures are given: add source=<a picture or a folder>"
-    chosen = settings(PredictSettings, cfg, checkpoint=NO_CHECKPOINT, source=no_pictures)
-    check_choice("corrupt", chosen.corrupt, ("error", "skip"))
-    for key, least in (("top", 1), ("batch_size", 1), ("num_workers", 0)):
-        check_integer(key, getattr(chosen, key), least, MOST_ROWS)
+    chosen = settings(cfg, checkpoint=NO_CHECKPOINT, source=no_pictures)
     trust = modules(chosen.trust)
     file = find_checkpoint(chosen.checkpoint)
     found = open_trained(file, (*OF_TRAINING, "data"), trust)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metattt.errors import MetaTTTError, NotFinite, check_integer, did_you_mean
+from metattt.errors import MetaTTTError, NotFinite, did_you_mean
 from metattt.evaluation.evaluate import Evaluation
 from metattt.evaluation.harness import MetaTTTLM
 from metattt.evaluation.output import table
@@ -41,9 +41,6 @@ def evaluate(job: Evaluation) -> dict[str, Results]:
         raise MetaTTTError(
             f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out"
         )
-    for key, least in (("num_fewshot", 0), ("limit", 1)):
-        if (number := getattr(chosen, key)) is not None:
-            check_integer(key, number, least=least, advice=", or null")
     manager = find_tasks(wanted, chosen.task_path)
     results: dict[str, Results] = {}
     for name, one in job.known.items():

@@ -3,7 +3,7 @@ inner loops."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from metattt.data.windows import Split, WindowData
 from metattt.errors import MetaTTTError, NotFinite
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
-from metattt.evaluation.evaluate import EvalData, Evaluation, data_of
+from metattt.evaluation.evaluate import Evaluation, data_of
 from metattt.evaluation.output import check_same, table, tracked
 from metattt.measures import inner_loss
 from metattt.registry import PARAMETERS
@@ -39,7 +39,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     """
     chosen, names = job.chosen, list(job.known)
     split: Split = chosen.split  # type: ignore[assignment]
-    texts = {name: _text(one, job.changes) for name, one in job.known.items()}
+    texts = {name: _text(one, chosen.data) for name, one in job.known.items()}
     tokenizers = [
         tokenizer_of(str(home(one.path)), one.tokenizer, int(one.config.model.vocab_size), chosen.tokenizer)
         for one in job.known.values()
@@ -47,7 +47,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
         if not tokenizer.equals(tokenizers[0]):
             raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
-    _check_same_text(texts, split)
+    _check_same_text(texts, split, tuple(chosen.data))
     data: WindowData = job.data(texts[names[0]])
     data.read_as(tokenizers[0])
     edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
@@ -100,9 +100,10 @@ def _changed(known: Mapping[str, Trained], data: WindowData) -> list[str]:
     return [name for name, one in before.items() if one != now]
 
 
-def _text(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
+def _text(model: Trained, changes: dict[str, Any]) -> dict[str, Any]:
     """The data of a run with what the command line changes: shards or text, as its path is."""
-    run, path = data_of(model), given.get("path")
+    run, path = data_of(model), changes["path"]
+    given = {key: value for key, value in changes.items() if value is not None}
     if path is None:
         if not run:
             raise MetaTTTError(
@@ -121,12 +122,12 @@ def _text(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
         if key not in allowed:
             raise MetaTTTError(
                 f"data.{key} does not apply: {path or run.get('path')} has "
-                f"{', '.join(sorted(set(vars(EvalData())) & set(allowed)))}"
+                f"{', '.join(sorted(changes.keys() & set(allowed)))}"
             )
     return run | given
 
 
-def _check_same_text(texts: Mapping[str, dict[str, Any]], split: Split) -> None:
+def _check_same_text(texts: Mapping[str, dict[str, Any]], split: Split, changes: Sequence[str]) -> None:
     """Refuses a comparison on different texts, or on a text that one of the two was trained on. Fields that only one
     kind of text has are not compared."""
     (first, known), *others = texts.items()
@@ -137,4 +138,4 @@ def _check_same_text(texts: Mapping[str, dict[str, Any]], split: Split) -> None:
             for label, one in ((first, known), (name, text))
         }
         advice = "compare them with split=all data.path=<a text that none has seen>"
-        check_same(common, ignored, "texts", tuple(vars(EvalData())), advice)
+        check_same(common, ignored, "texts", changes, advice)

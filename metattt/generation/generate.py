@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,11 @@ from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import Tokenizer, tokenizer_of
-from metattt.errors import MetaTTTError, NotFinite, check_integer
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.generation.sampling import generate as sample_tokens
 from metattt.generation.text import Continuation, check_text, ends, generate_text
 from metattt.io import parse, path_of, read_text
 from metattt.models.language_model import LanguageModel
-
-
-@dataclass
-class GenerateSettings:
-    """The keys of `configs/generate.yaml`."""
-
-    checkpoint: str
-    prompt: str = ""
-    prompts: str | None = None
-    output: str | None = None
-    batch_size: int = 16
-    max_new_tokens: int = 256
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    stop: list[str] = field(default_factory=list)
-    seed: int | None = None
-    tokenizer: str | None = None
-    device: str = "auto"
-    compile: bool = False
-    trust: Any = None
 
 
 def generate(cfg: DictConfig) -> None:
@@ -52,7 +30,7 @@ def generate(cfg: DictConfig) -> None:
     Raises:
         MetaTTTError: a checkpoint or a setting that cannot be used; predictions that are not finite.
     """
-    chosen = settings(GenerateSettings, cfg, checkpoint=NO_CHECKPOINT)
+    chosen = settings(cfg, checkpoint=NO_CHECKPOINT)
     trust = modules(chosen.trust)
     found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"), trust)
     if "vocab_size" not in found.config.model:
@@ -101,18 +79,16 @@ def generate(cfg: DictConfig) -> None:
     print(f"{count} tokens; prompt of {len(ids)} tokens read in {first - started:.2f} s{speed}", file=sys.stderr)
 
 
-def read_prompts(chosen: GenerateSettings) -> list[str]:
+def read_prompts(chosen: Any) -> list[str]:
     """The prompts of a file, or of standard input: one a line, or the texts under `prompt` in a jsonl file.
 
     Raises:
         MetaTTTError: a file that cannot be read or holds no prompts, settings that do not go together.
     """
-    check_integer("batch_size", chosen.batch_size, most=2**20)
     if chosen.prompt:
         raise MetaTTTError("prompt= and prompts= exclude each other: give one of them")
     if chosen.output is not None and Path(chosen.output).expanduser().exists():
         raise MetaTTTError(f"output={chosen.output} exists: choose a new file")
-    assert chosen.prompts is not None
     if chosen.prompts == "-":
         lines, jsonl = _standard_input("prompts").split("\n"), False
     else:
@@ -140,7 +116,7 @@ def _standard_input(key: str) -> str:
         raise MetaTTTError(f"{key}=-: what was read is not UTF-8, at byte {error.start}") from error
 
 
-def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, tokenizer: Tokenizer) -> None:
+def _answer(chosen: Any, prompts: list[str], model: LanguageModel, tokenizer: Tokenizer) -> None:
     """A line of JSON for every prompt, in their order, as soon as it is there."""
     target = contextlib.nullcontext(sys.stdout)
     if chosen.output is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -17,7 +16,7 @@ from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.settings import settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError
 from metattt.generation.text import ends
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
@@ -46,18 +45,6 @@ model = AutoModelForCausalLM.from_pretrained("{name}")
 `config.json` describes its layers. The tokenizer puts a separator before every text, as in training; texts of different
 lengths are padded on the left.
 """
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass
-class ExportSettings:
-    """The keys of `configs/export.yaml`."""
-
-    source: str
-    target: str
-    dtype: str | None = None
-    tokenizer: str | None = None
-    trust: Any = None
 
 
 def export(cfg: DictConfig) -> None:
@@ -71,9 +58,7 @@ def export(cfg: DictConfig) -> None:
         MetaTTTError: a source or a setting that cannot be used, a target that exists.
     """
     usage = "metattt export source=<run or folder> target=<new folder>"
-    chosen = settings(ExportSettings, cfg, source=f"no source is given: {usage}", target=f"no target is given: {usage}")
-    if chosen.dtype is not None:
-        check_choice("dtype", chosen.dtype, DTYPES)
+    chosen = settings(cfg, source=f"no source is given: {usage}", target=f"no target is given: {usage}")
     target, trust = check_new(chosen.target), modules(chosen.trust)
     about = open_trained(chosen.source, (*OF_TRAINING, "data"), trust)
     if "vocab_size" not in about.config.model:
@@ -81,7 +66,8 @@ def export(cfg: DictConfig) -> None:
     tokenizer = tokenizer_of(chosen.source, about.tokenizer, about.config.model.vocab_size, chosen.tokenizer)
     model, config = load_model(chosen.source, "cpu", trust)
     types = {parameter.dtype for parameter in model.parameters()}
-    model.to(reduce(torch.promote_types, types) if chosen.dtype is None else DTYPES[chosen.dtype])  # one type for all
+    one = reduce(torch.promote_types, types)  # for all
+    model.to(one if chosen.dtype is None else getattr(torch, chosen.dtype))
     made = MetaTTTForCausalLM.of(model, config, trust)
     start, end = tokenizer.separator, ends(tokenizer)[-1]
     described = MetaTTTConfig(
