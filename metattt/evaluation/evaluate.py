@@ -67,7 +67,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     """Prints the scores of checkpoints as tables, writes them as CSV and PNG, and returns them by label.
 
     Raises:
-        MetaTTTError: a checkpoint, data or a setting that cannot be used.
+        MetaTTTError: a checkpoint, data or a setting that cannot be used, models of different kinds.
     """
     chosen = settings(cfg, checkpoint=NO_CHECKPOINT)
     device, trust = pick_device(chosen.device), modules(chosen.trust)
@@ -75,10 +75,15 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     names = labels(files, chosen.labels)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
     console = Console(highlight=False, soft_wrap=True)
+    kinds = ["metattt.evaluation.tasks"] if chosen.tasks else [scored_by(one) for one in known]
+    for name, kind in zip(names, kinds, strict=False):
+        if kind != kinds[0]:
+            one, other = (module.rpartition(".")[2] for module in (kinds[0], kind))
+            raise MetaTTTError(
+                f"{names[0]} is a model of {one}, and {name} one of {other}: evaluate them one after the other"
+            )
     job = Evaluation(chosen, dict(zip(names, known, strict=True)), device, trust, console)
-    module = next((other for other in map(scored_by, known) if other != TEXT), TEXT)
-    module = "metattt.evaluation.tasks" if chosen.tasks else module
-    scores: dict[str, Any] = importlib.import_module(module).evaluate(job)
+    scores: dict[str, Any] = importlib.import_module(kinds[0]).evaluate(job)
     return scores
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metattt.data.sequences import Part, SequenceData
 from metattt.errors import MetaTTTError
-from metattt.evaluation.evaluate import Evaluation, data_of, scored_by
+from metattt.evaluation.evaluate import Evaluation, data_of
 from metattt.evaluation.output import check_same, finite, table, tracked
 from metattt.measures.labelled import is_asked, labelled_predictions, losses_and_hits
 
@@ -42,7 +42,7 @@ def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
     """Scores models on the validation or test sequences of their runs; see `Evaluation`.
 
     Raises:
-        MetaTTTError: models of other data among them, settings that cannot be used, answers that are not finite.
+        MetaTTTError: models of other data, settings that cannot be used, answers that are not finite.
     """
     chosen = job.chosen
     if chosen.split not in ("validation", "test"):
@@ -53,18 +53,13 @@ def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
         raise MetaTTTError(
             f"data.{key}={value} does not apply: a model is evaluated on sequences like those of its run"
         )
-    for one in job.known.values():
-        if scored_by(one) != __name__:
-            raise MetaTTTError(
-                f"{one.path} was not trained on synthetic sequences, and others were: evaluate them one after the other"
-            )
     sources = {name: data_of(one) for name, one in job.known.items()}
     check_same(sources, OF_TRAINING, "sequences")
     scores: dict[str, SequenceScores] = {}
     for name, source in sources.items():
         model = job.model(name)
         data: SequenceData = job.data(source)
-        scores[name] = score(model, data, chosen.split)  # type: ignore[arg-type]
+        scores[name] = score(model, data, chosen.split)
     columns = ("model", "sequences", "accuracy %", "loss", "loss, first question", "last question")
     job.console.print(table(f"{chosen.split} sequences", columns, starmap(_row, scores.items())))
     with job.report("sequences") as made:

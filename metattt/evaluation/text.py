@@ -38,7 +38,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         MetaTTTError: models of different texts or tokenizers, a text or a setting that cannot be used.
     """
     chosen, names = job.chosen, list(job.known)
-    split: Split = chosen.split  # type: ignore[assignment]
+    split: Split = chosen.split
     texts = {name: _text(one, chosen.data) for name, one in job.known.items()}
     tokenizers = [
         tokenizer_of(str(home(one.path)), one.tokenizer, int(one.config.model.vocab_size), chosen.tokenizer)

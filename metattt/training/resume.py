@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -12,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from metattt.composition.choices import choices, leaves
 from metattt.composition.compose import compose
-from metattt.composition.overrides import left_out
+from metattt.composition.overrides import key_of, left_out
 from metattt.errors import MetaTTTError
 
 RESUMABLE = ("trainer", "callbacks", "logger", "sample", "on_divergence")  # parts that a resumed run may change
@@ -89,13 +88,11 @@ def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
     chosen: set[str] = set()
     deleted: list[str] = []
     for override in map(left_out, overrides):
-        match = re.match(r"(\+{0,2}|~)([\w.]+)(=|$)", override)
-        if match is None:
-            continue
-        if match[1] == "~":
-            deleted.append(match[2])
+        key = key_of(override)
+        if override.startswith("~"):
+            deleted.append(key)
         else:
-            (chosen if "." not in match[2] and choices(match[2]) else keys).add(match[2])
+            (chosen if "." not in key and choices(key) else keys).add(key)
     return keys, chosen, deleted
 
 

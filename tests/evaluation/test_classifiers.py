@@ -272,7 +272,7 @@ def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(("command", "message"), [
     (("eval", "checkpoint={a}", "split=train"), "split=train is for text"),
     (("eval", "checkpoint={a}", "data.path=/nowhere"), "data.path does not apply"),
-    (("eval", "checkpoint=[{a},{text}]"), "is a language model"),
+    (("eval", "checkpoint=[{a},{text}]"), "a is a model of images, and text one of text: evaluate"),
     (("eval", "checkpoint={text}", "data.validation_split=val"), "data.validation_split does not apply"),
     (("predict", "checkpoint={text}", "source={a}"), "is a language model"),
     (("predict", "checkpoint={a}"), "no pictures are given"),
