@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import metattt
 from metattt.composition.compose import compose
-from metattt.measures.inner_steps import inner_losses
 from metattt.testing import LAWS, NotApplicable, Specimen
 from metattt.testing.report import specimen_of
 from metattt.testing.specimen import Run, compare, cotangent, gradients
@@ -95,13 +94,6 @@ def test_equals_its_published_equations(row: str, more: str) -> None:
     for name, (value, norm) in wanted.items():
         assert found[name][0] == pytest.approx(value, rel=0, abs=BOUND * max(norm, 1e-5 * largest)), name
         assert norm or "nearest" in row, f"no gradient of {name}: nothing is compared"  # which are nearest is a choice
-
-
-def test_inner_losses_are_those_of_the_published_code() -> None:
-    """Of MTTT with four steps, summed over heads; numbers as above."""
-    losses = inner_losses(made("layer=mttt_mlp optimizer.steps=4"), draw("x", 2, 15, 8))  # type: ignore[arg-type]
-    wanted = [4.24562813035, 3.88485152773, 3.73106053714, 3.62316031393, 3.51821861901]
-    assert losses.sum(1).tolist() == pytest.approx(wanted, rel=1e-11)
 
 
 def specimen(row: str, style: str) -> Specimen:

@@ -122,9 +122,9 @@ def state(**changes: Any) -> State:
     return layer()(X)[1]._replace(**changes)
 
 
-def narrow() -> State:
+def of_type(dtype: torch.dtype) -> State:
     good = state()
-    return good._replace(weights={slot: {k: v.bfloat16() for k, v in one.items()} for slot, one in good.weights.items()})
+    return good._replace(weights={slot: {k: v.to(dtype) for k, v in one.items()} for slot, one in good.weights.items()})
 
 
 def levels(count: int) -> nn.Module:
@@ -160,13 +160,13 @@ CALLS += [
     *((lambda n=n, flags=flags: layer()(X, **{n: flags}), n) for n in ("mask", "reset")
       for flags in (FLAGS.long(), FLAGS[:, 1:], FLAGS[:1], FLAGS.numpy(), [[True]])),
     *((lambda it=it: layer()(X, it() if callable(it) else it), "state") for it in (
-        "state", X, {}, lambda: tuple(state()), lambda: model().step(IDS)[1], lambda: state(pos=torch.zeros(2)), narrow,
-        lambda: state(phase=-1), lambda: state(phase="a"), lambda: state(phase=4), lambda: state(weights={}),
-        lambda: state(task={"conv": X}))),
+        "state", X, {}, lambda: tuple(state()), lambda: model().step(IDS)[1], lambda: state(pos=torch.zeros(2)),
+        lambda: of_type(torch.bfloat16), lambda: of_type(torch.float64), lambda: state(phase=-1), lambda: state(phase="a"),
+        lambda: state(phase=4), lambda: state(phase=2.0), lambda: state(weights={}), lambda: state(task={"conv": X}))),
     (lambda: layer()(X[:1], state()), "the state is for 2 sequences, x holds 1"),
     (lambda: state().to(torch.bfloat16), "float32 or wider"),
     (lambda: (one := metattt.build("gka", dim=8, num_heads=2))(X, one(X)[1].to(torch.float64)), "of other numbers"),
-    (lambda: layer()(X, state(phase=None, pos=IDS[:, 0].int())), "the state"),
+    *((lambda pos=pos: layer()(X, state(phase=None, pos=pos)), "the state") for pos in (IDS[:, 0].int(), X[:, 0, 0])),
     (lambda: layer(rule=GradientDescent(4, read="final"))(X, reset=torch.eye(2, 5).bool()), "read=final"),
     *((lambda given=given: metattt.build(*given.split(), dim=8, num_heads=2)(X), message) for given, message in (
         ("layer=gsa optimizer.channels=0", "set optimizer.channels"),

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from mini_batches import given_of, inputs, like, part, poisoned_memory
 from torch import Tensor
 
-from metattt.composition.compose import build
-from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu import native, native_advance
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
@@ -280,20 +278,3 @@ def test_a_state_of_another_type_is_not_misread() -> None:
     wide = {name: value.double() for name, value in update.items()}
     assert torch.equal(NATIVE["linear"].advance(part(x, 2, 4, weights), wide, 2, False)[0], expected)
     assert first.isfinite().all()
-
-
-def test_a_state_that_is_junk_is_refused_before_a_kernel_reads_it() -> None:
-    """Positions of 32 bits made the process end; phase -1 read beside the token steps."""
-    layer, x = build("layer=ttt_linear", "dim=32", "num_heads=2"), torch.randn(2, 5, 32)
-    with torch.no_grad():
-        _, state = layer(x)
-        doubled = {name: value.double() for name, value in state.weights["commit"].items()}
-        for junk in (
-            state._replace(phase=None, pos=state.pos.int()),
-            state._replace(phase=None, pos=state.pos.float()),
-            state._replace(phase=-1),
-            state._replace(phase=2.0),
-            state._replace(weights=state.weights | {"commit": doubled}),
-        ):
-            with pytest.raises(MetaTTTError, match="the state"):
-                layer(x[:, :1], junk)
