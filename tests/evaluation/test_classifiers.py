@@ -247,12 +247,19 @@ def test_an_image_that_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch:
     assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
-def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(tmp_path: Path) -> None:
-    """Those of timm's schedule, too, which keeps the number of steps, and would go on at a rate of 0."""
+def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of timm's schedule, too, which keeps the number of steps, and would go on at a rate of 0. And what it says and leaves."""
     given = (*TINY, "training.warmup_steps=2", "trainer.log_every_n_steps=1")
     for name, number in (("whole", 6), ("run", 3)):
         assert train(compose(*given, f"output_dir={tmp_path / name}", f"trainer.max_steps={number}")) == 0
+    capsys.readouterr()
     assert train(compose(f"resume={tmp_path / 'run'}", "trainer.max_steps=6")) == 0
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("scikit-learn's digits", "GFLOPs per image of 64 tokens", "from step 3", "top-1"))
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"checkpoints", "run.yaml", "metrics.csv", "loss_curve.png"}
+    assert list(column(tmp_path / "run", "validation/top1")) == [3, 6] and steps(tmp_path / "run")[0] == 6
     whole, run = (list(column(tmp_path / name, "lr").values()) for name in ("whole", "run"))
     assert run[3:] == whole[3:] and run[-1] > 0
 

@@ -10,12 +10,9 @@ import timm
 import torch
 from processes_for_tests import fresh
 from refusals_for_tests import refusal
-from runs_for_tests import column
 from timm.optim import create_optimizer_v2
 
 import metattt
-from metattt.checkpoints.files import find_checkpoint
-from metattt.cli import main
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data.digits import DigitsData
@@ -262,31 +259,6 @@ def test_every_experiment_composes_and_its_model_runs(name: str) -> None:
 
 
 SMALL = ("dim=16", "num_heads=2", "model.depth=1", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1")
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, never stopped."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("digits") / "run"
-    steps = ("trainer.max_steps=4", "trainer.val_check_interval=2")
-    assert train(compose("experiment=digits_pixel", *SMALL, *steps, f"output_dir={folder}")) == 0
-    return folder
-
-
-def test_a_run_leaves_its_files(finished: Path) -> None:
-    names = {file.name for file in finished.iterdir()}
-    assert names == {"checkpoints", "run.yaml", "metrics.csv", "loss_curve.png"}
-    assert list(column(finished, "validation/top1")) == [2, 4]
-
-
-def test_a_run_goes_on_with_more_steps(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    assert main(["train", f"resume={finished}", f"output_dir={run}", "trainer.max_steps=6"]) == 0
-    out = capsys.readouterr().out
-    for words in ("scikit-learn's digits", "GFLOPs per image of 64 tokens", "from step 4", "top-1"):
-        assert words in out
-    assert find_checkpoint(run).is_dir()
 
 
 def test_data_and_model_that_do_not_fit(tmp_path: Path) -> None:
