@@ -22,13 +22,7 @@ class Regression(Backbone):
 
     Args:
         in_features: F, numbers in a token.
-        dim: D, width of the residual stream.
-        num_layers: number of blocks.
-        layer: makes the sequence layer of one block; called `num_layers` times.
-        ffn_dim: hidden width of the SwiGLU. None: 8/3 of dim, rounded up to a multiple of 16.
-        pre_conv: a causal depthwise convolution before the layer.
-        conv_width: its taps (tokens).
-        norm_eps: epsilon of the RMSNorms.
+        dim, num_layers, layer, ffn_dim, pre_conv, conv_width, norm_eps: as for `LanguageModel`.
 
     Raises:
         MetaTTTError: a size that is not positive, or a layer that sees the future.
