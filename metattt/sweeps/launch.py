@@ -28,7 +28,7 @@ from metattt.errors import MetaTTTError
 from metattt.locking import LOCK
 from metattt.optional import need
 from metattt.sweeps.record import STATUS, read_status
-from metattt.sweeps.run import STOPPING, SweptRun
+from metattt.sweeps.run import STOPPED, STOPPING, SweptRun
 from metattt.sweeps.table import tell
 
 OF_THE_SWEEP = ("output_dir", "resume", "overwrite")
@@ -59,7 +59,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         overrides: as they were typed; some name several values.
 
     Returns:
-        The exit code: 0; 1 if a run did not finish; 130 after Ctrl-C.
+        The exit code: 0; 1 if a run did not finish; 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1.
 
     Raises:
         MetaTTTError: an override that is wrong for any run, or a folder that cannot be used.
@@ -107,11 +107,13 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         # deletions are put back by the run: Hydra's sweepers would write `~key` as `~key=null`
         kept = [text for one, text, _ in given if one.type != OverrideType.DEL]
         try:
-            with _stopped_by_the_sweep(folder):
+            with _stopped_by_the_sweep(folder, run):
                 app.multirun(command, run, [*_defaults(cfg, fixed), *kept, f"hydra.sweep.dir={quoted(str(folder))}"])
             code = 0
         except KeyboardInterrupt:
             code = 130
+        except SystemExit as stop:
+            code = int(str(stop.code))
         except (HydraException, OmegaConfBaseException) as error:
             raise MetaTTTError(explain_composition(error, command)) from error
     unfinished = tell(folder)
@@ -163,29 +165,32 @@ def _check_folder(folder: Path, fixed: list[str]) -> None:
 
 
 @contextmanager
-def _stopped_by_the_sweep(folder: Path) -> Iterator[None]:
-    """A context in which Ctrl-C first lets the runs write checkpoints: joblib then kills its workers, and all that
-    they have started. A second Ctrl-C does not wait."""
+def _stopped_by_the_sweep(folder: Path, run: SweptRun) -> Iterator[None]:
+    """A context in which a signal first lets the runs write checkpoints: joblib then kills its workers, and all that
+    they have started. A second signal does not wait."""
     mark = folder / STOPPING
 
-    def stop(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
+    def stop(number: int, _: object) -> None:
+        for one, previous in before.items():
+            signal.signal(one, previous)
         mark.touch()
-        found = sorted(folder.glob(f"*/{LOCK}"))
+        found = [] if run.here else sorted(folder.glob(f"*/{LOCK}"))  # what runs here is stopped by the exception
         for file in found:
             with FileLock(file):  # which a training run holds until it has written all
                 file.unlink(missing_ok=True)
         end = time.monotonic() + NOTE_SECONDS
         while any(_is_running(file.parent) for file in found) and time.monotonic() < end:
             time.sleep(0.1)
-        signal.default_int_handler(signal.SIGINT, None)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     mark.unlink(missing_ok=True)
-    before = signal.signal(signal.SIGINT, stop)
+    heard = [number for number in (code - 128 for code in STOPPED) if signal.getsignal(number) is not signal.SIG_IGN]  # as a single run
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, previous in before.items():
+            signal.signal(number, previous)
         mark.unlink(missing_ok=True)
 
 

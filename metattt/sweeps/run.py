@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -40,6 +41,7 @@ class SweptRun:
         objective: what the sweeper is told: a column of `metrics.csv`.
         raises: the sweeper takes an exception for a run that failed, and continues.
         sweeper: process that the sweep was started in.
+        here: processes of runs that this very object has started; empty in the sweep if its launcher uses others.
     """
 
     command: str
@@ -49,6 +51,7 @@ class SweptRun:
     objective: str
     raises: bool
     sweeper: int
+    here: list[int] = field(default_factory=list)
 
     def __call__(self, cfg: DictConfig) -> float:
         """Runs the command, unless it has finished before; returns the last value of the objective, or NaN.
@@ -76,7 +79,8 @@ class SweptRun:
         try:
             code = self._process(folder, status, stopping, [*self.fixed, *swept, *self.own, *place])
         except BaseException as stop:  # Ctrl-C, and that of a launcher whose time is over
-            write_status(folder, status._replace(state="stopped", message=type(stop).__name__))
+            why: Any = getattr(stop, "code", type(stop).__name__)
+            write_status(folder, status._replace(state="stopped", message=STOPPED.get(why, str(why))))
             raise
         seconds = round(time.monotonic() - began, 1)
         state: State = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
@@ -105,6 +109,7 @@ class SweptRun:
                 [sys.executable, "-P", "-u", "-m", "metattt.sweeps", self.command, *words],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": places},
             )  # fmt: skip
+        self.here.append(process.pid)
         try:
             while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):

@@ -92,21 +92,23 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_waits_for_checkpoints(here: Path) -> None:
-    """Joblib ends at Ctrl-C what its workers have started: the runs are asked first, and no further one begins."""
+@pytest.mark.parametrize(("number", "code", "jobs"), [(signal.SIGINT, 130, 2), (signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0)])
+def test_a_signal_waits_for_checkpoints(here: Path, number: int, code: int, jobs: int) -> None:
+    """Joblib ends at Ctrl-C what its workers have started: the runs are asked first, and no further one begins. Without it,
+    only the sweep gets the signal, as from a scheduler."""
     command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=4000", "seed=0,1,2"]
     command += ["callbacks.checkpoint.every_steps=3000", "hydra.sweep.dir=sweep"]
-    command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    command += ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}"] if jobs else []
     with (here / "said.txt").open("w") as output:
         sweep = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    end = time.monotonic() + 240
-    while len(list((here / "sweep").glob("*/metrics.csv"))) < 2 and time.monotonic() < end:
+    end, count = time.monotonic() + 240, jobs or 1
+    while len(list((here / "sweep").glob("*/metrics.csv"))) < count and time.monotonic() < end:
         assert sweep.poll() is None, (here / "said.txt").read_text()
         time.sleep(0.05)
-    os.killpg(sweep.pid, signal.SIGINT)
-    assert sweep.wait(120) == 130
-    assert states(here / "sweep") == {"seed=0": "stopped", "seed=1": "stopped"}
-    assert len(list((here / "sweep").glob("*/checkpoints/step-*/checkpoint.json"))) == 2
+    (os.killpg if jobs else os.kill)(sweep.pid, number)
+    assert sweep.wait(120 if jobs else 30) == code
+    assert states(here / "sweep") == {f"seed={seed}": "stopped" for seed in range(count)}
+    assert len(list((here / "sweep").glob("*/checkpoints/step-*/checkpoint.json"))) == count
     assert not list((here / "sweep").glob(".*"))
 
 
