@@ -54,5 +54,8 @@ class KeyStep(Momentum, takes=TAKEN):
         if self.step == "projection":
             return views, gates._replace(eta=eta / (size + self.eps)), state
         turn = eta * size
-        safe = torch.where(turn == 0, 1, turn)
-        return views, gates._replace(eta=eta * torch.where(turn == 0, 1, -torch.expm1(-safe) / safe)), state
+        # near 0 the derivative of the quotient cancels, and at the least numbers it is NaN
+        small = turn.abs() < torch.finfo(turn.dtype).eps ** 0.5
+        safe = torch.where(small, 1, turn)
+        factor = torch.where(small, 1 - turn / 2, -torch.expm1(-safe) / safe)
+        return views, gates._replace(eta=eta * factor), state

@@ -184,7 +184,8 @@ def _stopped_by_the_sweep(folder: Path, run: SweptRun) -> Iterator[None]:
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     mark.unlink(missing_ok=True)
-    heard = [number for number in (code - 128 for code in STOPPED) if signal.getsignal(number) is not signal.SIG_IGN]  # as a single run
+    known = [code - 128 for code in STOPPED]
+    heard = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]  # as of a single run
     before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield

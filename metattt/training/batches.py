@@ -25,7 +25,7 @@ def plan_batches(
         batch_tokens: tokens per step, over all processes. None: those of `batch_size` and `accumulate` in one process.
         context_length: T, tokens per window; 1 of images.
         batch_size: windows per batch, at most.
-        accumulate: batches per step of one process.
+        accumulate: batches per step of one process; 1 beside `batch_tokens`, which chooses it.
         world_size: number of processes.
         unit: the unit of a batch (windows, images), for messages.
 
@@ -33,13 +33,19 @@ def plan_batches(
         Windows or images per batch, and batches per step, in each process.
 
     Raises:
-        MetaTTTError: tokens that are no whole number of windows, or windows that the processes cannot share equally.
+        MetaTTTError: tokens that are no whole number of windows, windows that the processes cannot share equally, or
+            both settings.
     """
     if batch_tokens is None:
         count = batch_size * accumulate
         setting = f"data.batch_size={batch_size} * trainer.accumulate_grad_batches={accumulate}"
     else:
         setting = f"batch_tokens={batch_tokens} of windows of data.context_length={context_length}"
+        if accumulate != 1:
+            raise MetaTTTError(
+                f"batch_tokens={batch_tokens} chooses trainer.accumulate_grad_batches itself: "
+                f"leave trainer.accumulate_grad_batches={accumulate} out, or set batch_tokens=null"
+            )
         if batch_tokens < 1 or batch_tokens % context_length:
             near = max(1, round(batch_tokens / context_length)) * context_length
             raise MetaTTTError(f"{setting} do not fill whole windows: set batch_tokens={near}")

@@ -176,4 +176,5 @@ def test_a_step_has_the_same_tokens_whatever_the_processes() -> None:
     assert plan_batches(None, 32, 4, 2, 2) == (4, 1)
     assert plan_batches(None, 32, 4, 1, 4) == (1, 1)
     refusal(lambda: plan_batches(500, 32, 4, 1, 1), "set batch_tokens=512")
+    refusal(lambda: plan_batches(512, 32, 4, 2, 1), "leave trainer.accumulate_grad_batches=2 out, or set batch_tokens=null")
     refusal(lambda: plan_batches(None, 32, 4, 2, 3), "8 windows per step, which 3 processes cannot share")
