@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.weight import Weight
+from metattt.modules import RECORDING, transformed
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -57,3 +59,21 @@ class NonParametric(Learner):
     def _in_symbols(self, value: str) -> str:
         """`wrapped` of a long value."""
         return f"{self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else value
+
+
+def cholesky(matrix: Tensor, more: str) -> Tensor:
+    """L of LLᵀ = `matrix` `[..., n, n]`; NaN where there is none, so that NaN in one sequence stays there.
+
+    Raises:
+        MetaTTTError: finite numbers that rounding has left without a factor; `more` is the override that helps. (Not
+            where values cannot be looked at: then NaN appears in the result.)
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    failed = info != 0
+    seen = not (torch.compiler.is_compiling() or transformed() or RECORDING.get())
+    if seen and bool(failed.any()) and bool(matrix.isfinite().all()):
+        raise MetaTTTError(
+            f"the inner regression cannot be solved in {matrix.dtype}, keys are too large for its ridge: {more}, or "
+            "normalize keys, e.g. task.normalize_qk=true"
+        )
+    return torch.where(failed[..., None, None], torch.nan, factor)

@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 from metattt.errors import check_number
 from metattt.learners.base import Weight
 from metattt.learners.chunks import Chunk, chunks, joined, together
-from metattt.learners.non_parametric import NonParametric
+from metattt.learners.non_parametric import NonParametric, cholesky
 from metattt.modules import exact, transformed
 from metattt.ops.chunk import chunk_read, chunk_state
 from metattt.registry import register
@@ -107,7 +107,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         if self.solver == "exact":
             outer = (part.k.unsqueeze(-1) * part.k.unsqueeze(-2)).flatten(-2)  # [..., c, d²]
             full = part.kept[..., None, None] * gram.unsqueeze(-3) + (mix @ outer).unflatten(-1, gram.shape[-2:])
-            factor = torch.linalg.cholesky(full + torch.diag_embed(ridge))
+            factor = cholesky(full + torch.diag_embed(ridge), f"set learner.ridge_floor above {self.ridge_floor:g}")
             x = torch.cholesky_solve(part.q.unsqueeze(-1), factor).squeeze(-1)
         else:
             shape = part.k.shape[:-1]

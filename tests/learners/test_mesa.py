@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 import metattt
+from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import RecurrentRidge
 from metattt.optimizers import Append
@@ -182,3 +183,19 @@ def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(name: str
     # Some answers are small because their query is almost orthogonal to all keys: measured against what is usual.
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).square().mean().sqrt()
     assert error.max() < 5e-6
+
+
+@pytest.mark.parametrize(("words", "advice"), [
+    ("layer=kernel_ridge learner.kernel=linear learner.ridge=1e-9", "set learner.ridge above 1e-09"),
+    ("layer=mesa_net learner.solver=exact learner.ridge_floor=1e-9 learner.ridge=1e-8 task.normalize_qk=false", "set learner.ridge_floor above 1e-09"),
+])  # fmt: skip
+def test_what_has_no_factor(words: str, advice: str) -> None:
+    """Rounding is told of in a line; NaN in one sequence, which a training run looks for in its loss, stays there."""
+    layer = metattt.build(*words.split(), "dim=16", "num_heads=2")
+    x = torch.randn(3, 30, 16, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(MetaTTTError, match=advice):
+        layer(1e3 * x)
+    expected, layer.refuse_nan = layer(1e-6 * x[:, :4])[0], False
+    y, _ = layer(torch.where(torch.arange(3).view(3, 1, 1) == 1, torch.nan, 1e-6 * x[:, :4]))
+    torch.testing.assert_close(y[::2], expected[::2])
+    assert y[1].isnan().any()
