@@ -187,7 +187,8 @@ def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(name: str
 
 @pytest.mark.parametrize(("words", "advice"), [
     ("layer=kernel_ridge learner.kernel=linear learner.ridge=1e-9", "set learner.ridge above 1e-09"),
-    ("layer=mesa_net learner.solver=exact learner.ridge_floor=1e-9 learner.ridge=1e-8 task.normalize_qk=false", "set learner.ridge_floor above 1e-09"),
+    ("layer=mesa_net learner.solver=exact learner.ridge_floor=1e-9 learner.ridge=1e-8 task.normalize_qk=false",
+     "set learner.ridge_floor above 1e-09"),
 ])  # fmt: skip
 def test_what_has_no_factor(words: str, advice: str) -> None:
     """Rounding is told of in a line; NaN in one sequence, which a training run looks for in its loss, stays there."""
