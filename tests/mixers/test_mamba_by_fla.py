@@ -127,6 +127,12 @@ def broken(*given: Any, **options: Any) -> Any:
     raise RuntimeError("0 active drivers")
 
 
+def test_the_first_call_may_be_in_inference_mode() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        layer()(torch.randn(1, 40, 16))
+    assert list(by_fla._AGREES.values()) == [True]
+
+
 @pytest.mark.parametrize("function", [scaled, reversed_state, without_gradient, broken])
 def test_what_does_not_agree_is_not_taken(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another scale, another layout, a gradient that is not there, one that does not run: told apart by what it gives."""
