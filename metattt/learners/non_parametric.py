@@ -12,7 +12,7 @@ from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.weight import Weight
-from metattt.modules import RECORDING, transformed
+from metattt.modules import RECORDING, stands_for_others, transformed
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -70,8 +70,8 @@ def cholesky(matrix: Tensor, more: str) -> Tensor:
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     failed = info != 0
-    seen = not (torch.compiler.is_compiling() or transformed() or RECORDING.get())
-    if seen and bool(failed.any()) and bool(matrix.isfinite().all()):
+    elsewhere = torch.compiler.is_compiling() or transformed() or RECORDING.get() or stands_for_others(matrix)
+    if not (elsewhere or matrix.is_meta) and bool(failed.any()) and bool(matrix.isfinite().all()):
         raise MetaTTTError(
             f"the inner regression cannot be solved in {matrix.dtype}, keys are too large for its ridge: {more}, or "
             "normalize keys, e.g. task.normalize_qk=true"

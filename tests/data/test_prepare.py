@@ -177,7 +177,7 @@ def test_killed_and_started_again_is_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (("validation_fraction=1",), "validation_fraction=1.0 is not allowed"),
+    (("validation_fraction=1",), "validation_fraction=1 is not allowed"),
     (("validation_fraction=1e-9",), "no document is in the validation split"),
     (("tokenizer=./none.json",), "tokenizer=./none.json does not exist"),
     (("workers=many",), "workers"),
