@@ -20,7 +20,7 @@ from metattt.errors import MetaTTTError
 from metattt.setting import Setting, members
 
 SEED = Setting(annotation=int, least=0, most=2**32 - 1)  # what numpy's and Lightning's generators take
-MOST_ROWS = 2**20  # of a batch
+MOST_ROWS = 2**20  # windows or images in a batch
 
 
 def _each(names: str, annotation: Any, **bounds: Any) -> dict[str, Setting]:

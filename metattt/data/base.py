@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from metattt.composition.keys import MOST_ROWS
 from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError
 from metattt.setting import setting
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from metattt.training.job import Job
 
-MOST_ROWS = 2**20  # windows or images in a batch
 MOST_SEED = 2**63 - 1
 
 
