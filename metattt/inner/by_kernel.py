@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.inner.documents import between_starts, packed
 from metattt.inner.execution import in_groups, plainly
+from metattt.inner.packing import Packing
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens, consecutive, each
-from metattt.memory import Memory, choose
+from metattt.memory import Memory, choose, content
 from metattt.modules import stands_for_others, transformed
 from metattt.state import Tensors
 
@@ -35,8 +37,6 @@ def scan(
         padded: some columns are unfilled.
         donate_state: the weights of `memory` may be written over.
     """
-    if loop.plan.kernels[0].anchor == "online":
-        return online(loop, tokens, memory, blocks)
     size, tau, decoding = loop.rule.mini_batch_size, loop.rule.token_steps(), not torch.is_grad_enabled()
     sums = "update" in loop.plan.slots  # without token steps a rule carries W_t of an open mini-batch, not M
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
@@ -45,15 +45,18 @@ def scan(
     runs = _runs(blocks if committed else each(blocks), size, committed, decoding)
     parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.columns for block in run]) for _, run in runs])
     for (whole, run), part in zip(runs, parts, strict=True):
-        if run[0].restart is not None:
-            memory = begun(loop, run, memory, part)
         given = MiniBatches(part, memory.get("commit", {}), slow, tau, size, loop.matmul_dtype, loop.group_size)
         y: Tensor | None = None
         if whole:
+            for block in run:
+                if block.begins is not None:
+                    given = with_documents(loop, given, run)
+                    break
             kernel = kernel_of(loop.plan, given)
             if kernel is not None:
+                compute = kernel.scan if given.begins is None else partial(packed, kernel)
                 with torch.autocast(part.views.k.device.type, enabled=False):
-                    y, weights = kernel.scan(given, partial(_reference, loop, "commit"))
+                    y, weights = compute(given, partial(_reference, loop, "commit"))
                 after, here = {"commit": weights}, run[0].filled
                 if isinstance(here, Tensor):  # some sequences have ended before, with a mini-batch that stays open
                     after = choose(here > 0, after, {**memory, **after}, memory)
@@ -70,41 +73,33 @@ def scan(
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
 
-def online(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]) -> tuple[Tensor, Memory]:
-    """`scan` of a rule that knows no mini-batches: all tokens of a document are one call of a kernel."""
-    rule = loop.rule
-    runs: list[list[Block]] = []
-    outputs: list[Tensor] = []
-    for block in blocks:
-        if not runs or block.restart is not None:
-            runs.append([])
-        runs[-1].append(block)
-    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.columns for block in run]) for run in runs])
-    for run, part in zip(runs, parts, strict=True):
-        if run[0].restart is not None:
-            memory = begun(loop, run, memory, part)
-        weights = memory["weights" if "weights" in memory else "anchor"]
-        given = MiniBatches(
-            part, weights, {}, None, 1, loop.matmul_dtype, loop.group_size,
-            rule.read == "exclusive", rule.gradient_at == "decayed",
-        )  # fmt: skip
-        kernel = kernel_of(loop.plan, given)
-        if kernel is None:
-            y, memory = in_groups(loop, part, memory, run, True)
-        else:
-            with torch.autocast(part.views.k.device.type, enabled=False):
-                y, weights = kernel.scan(given, partial(_reference, loop, "weights"))
-            memory = {**memory, "weights": weights}
-        outputs.append(y)  # type: ignore[arg-type]
-    return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
+def online(loop: Parts, tokens: Tokens, memory: Memory, packing: Packing | None) -> tuple[Tensor, Memory] | None:
+    """The tokens of a call in one call of a kernel, for a rule that knows no mini-batches and so needs no columns; None
+    if no kernel accepts them."""
+    rule, slot = loop.rule, "weights" if "weights" in memory else "anchor"
+    if packing is not None and packing.valid is not None:
+        tokens = tokens.masked(packing.valid)
+    given = MiniBatches(
+        tokens, memory[slot], {}, None, 1, loop.matmul_dtype, loop.group_size,
+        rule.read == "exclusive", rule.gradient_at == "decayed",
+    )  # fmt: skip
+    if packing is not None and packing.first is not None and packing.host is not None:
+        origin = loop.start(1, tokens.gates.eta.dtype)
+        given = given._replace(begins=packing.host[1], origin=content(origin, slot) or {})
+    kernel = kernel_of(loop.plan, given)
+    if kernel is None:
+        return None
+    compute = kernel.scan if given.begins is None else partial(packed, kernel)
+    with torch.autocast(tokens.k.device.type, enabled=False):
+        y, weights = compute(given, partial(_reference, loop, "weights"))
+    return y, {**memory, "weights": weights}
 
 
-def begun(loop: Parts, run: list[Block], memory: Memory, tokens: Tokens) -> Memory:
-    """The memory at the start of a run in which documents begin: fresh there. The blocks of the run then say no more
-    of it."""
-    begins, run[0] = run[0].restart, run[0]._replace(restart=None)
-    assert begins is not None
-    return choose(begins, loop.start(len(begins), tokens.gates.eta.dtype), memory, memory)
+def with_documents(loop: Parts, given: MiniBatches, run: Sequence[Block]) -> MiniBatches:
+    """`given`, the mini-batches of `run`, with the documents that begin in it."""
+    none = torch.zeros(given.tokens.q.shape[0], dtype=torch.bool, device="cpu")
+    begins = torch.stack([none if block.begins is None else block.begins for block in run], 1)
+    return given._replace(begins=begins, origin=loop.start(1, given.tokens.gates.eta.dtype)["commit"])
 
 
 def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
@@ -176,6 +171,8 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
 
 def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tensors]:
     """The reference of a kernel: the same tokens by the forms."""
+    if given.begins is not None:
+        return between_starts(given, partial(_reference, loop, slot))
     blocks, _ = consecutive(given.tokens.q.shape[2], 0, loop.plan.block)
     rule = loop.rule.bound(token_steps=lambda: given.tau)  # the tensor that the derivatives are wanted for
     y, memory = plainly(loop._replace(rule=rule), given.tokens, {slot: given.weights}, blocks, True, given.slow or None)
@@ -191,8 +188,7 @@ def _open(block: Block, padded: bool) -> bool:
 
 def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -> list[tuple[bool, list[Block]]]:
     """Blocks together, and whether they are whole mini-batches (of `size` tokens for all sequences, from the first
-    token to the commit), as a kernel takes them, with documents that begin at the first of them alone; what lies
-    between, block by block while decoding.
+    token to the commit), as a kernel takes them; what lies between, block by block while decoding.
 
     `committed`: at the first block a mini-batch begins; where not, the first block ends one that an earlier call began.
     """
@@ -202,7 +198,7 @@ def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -
         if block.length == size:  # a branch: under torch.compile the comparison itself is symbolic
             begins = isinstance(block.phase, int) and block.phase == 0 and (committed or len(runs) > 0)
             whole = begins and (block.commit is True or block.whole)
-        if runs and runs[-1][0] == whole and (block.restart is None if whole else not decoding):
+        if runs and runs[-1][0] == whole and (whole or not decoding):
             runs[-1][1].append(block)
         else:
             runs.append((whole, [block]))

@@ -155,6 +155,7 @@ def _told_apart(
             commit=x.commit is True and (everywhere[i] or on_device[0][i]),  # type: ignore[index]
             filled=x.filled if bool((filled[i] == x.filled).all()) else on_device[1][i],  # type: ignore[index]
             restart=next(starts) if some[i] else None,
+            begins=restarts[i] if some[i] else None,
             whole=bool((commits[i] | (filled[i] == 0)).all()),
         )
         for i, x in enumerate(blocks)

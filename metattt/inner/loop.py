@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from metattt.inner.by_kernel import scan
+from metattt.inner.by_kernel import online, scan
 from metattt.inner.checks import check_call, say_cut
 from metattt.inner.columns import make_layout
 from metattt.inner.committed import gated
@@ -64,6 +64,11 @@ class InnerLoop(Parts):
         plan, size, memory, donated = loop.plan, loop.rule.mini_batch_size, state.weights, call.donate_state
         if not memory:
             memory, donated = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
+        loop = loop._replace(matmul_dtype=tokens.views.k.dtype)
+        if plan.kernels and plan.kernels[0].anchor == "online":
+            found = online(loop, tokens, memory, call.packing)
+            if found is not None:
+                return found[0], State(call.after, 0, found[1], state.task, state.optimizer, {})
         if plan.replays:
             tokens, layout = begun_again(plan, tokens, state, call.ctx, size)
         else:
@@ -78,7 +83,6 @@ class InnerLoop(Parts):
             tokens = tokens.map(layout.scatter)
         if layout.is_filled is not None:
             tokens = tokens.masked(layout.is_filled)
-        loop = loop._replace(matmul_dtype=tokens.views.k.dtype)
         after = torch.zeros_like(call.after) if whole_call else call.after
         y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, after, donated)
         y = y if layout.column is None else layout.gather(y)
@@ -100,7 +104,7 @@ class InnerLoop(Parts):
         """All columns of a call: predictions `[B, H, columns, d]` and the new memory. `is_filled` `[B, columns]`:
         filled columns."""
         if self.rule.read != "final":
-            if self.plan.kernels:
+            if self.plan.kernels and self.plan.kernels[0].anchor != "online":
                 return scan(self, tokens, memory, blocks, is_filled is not None, donate_state)
             return in_groups(self, tokens, memory, blocks, True)  # type: ignore[return-value]
         *_, memory = steps(self, tokens, memory, blocks, is_filled, after)

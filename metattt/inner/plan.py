@@ -26,6 +26,7 @@ class Kernel(Protocol):
     device: str
     anchor: str
     traceable: bool
+    documents: str
 
     def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None: ...
     def function(self, weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor: ...

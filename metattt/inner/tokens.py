@@ -171,6 +171,7 @@ class Block(NamedTuple):
         restart: `[B]` sequences that start a document here; None if none does.
         times: how many such blocks follow each other.
         whole: every sequence completes the mini-batch, or has no token here. (With `commit is True` all complete it.)
+        begins: `restart` on the host.
     """
 
     length: int
@@ -180,6 +181,7 @@ class Block(NamedTuple):
     restart: Tensor | None = None
     times: int = 1
     whole: bool = False
+    begins: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -250,6 +252,8 @@ class MiniBatches(NamedTuple):
             kernel.
         exclusive, decayed: of an online rule, for which b = 1: queries read before their token; gradients are taken at
             decayed weights.
+        begins: `[B, n]` on the host: a document begins with this mini-batch, at the weights `origin`; None: none does.
+        origin: W0 by name, `[1, H, *shape]`; empty where no document begins.
     """
 
     tokens: Tokens
@@ -261,6 +265,8 @@ class MiniBatches(NamedTuple):
     group_size: int | None
     exclusive: bool = False
     decayed: bool = False
+    begins: Tensor | None = None
+    origin: Tensors = {}  # noqa: RUF012 (of a NamedTuple)
 
 
 Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]

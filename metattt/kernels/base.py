@@ -39,6 +39,7 @@ class Kernel(ABC):
     name: str  #: as messages show it: `<folder>.<implementation>`
     device: str  #: `cpu` or `cuda`
     anchor = "minibatch"  #: of the rules it computes; with `online`, tokens may have erase views and several pairs
+    documents = "apart"  #: packed: `scan` is called between their starts (`apart`), knows `begins` (`inside`), or `row`
     traceable = False  #: whether `torch.compile` sees an operator of `torch.library` with a derivative in it
 
     @abstractmethod
@@ -73,7 +74,8 @@ class Kernel(ABC):
         """Predictions `[B, H, n·b, d]` in the type of the gates, and the weights after the last mini-batch.
 
         Differentiable in every tensor of `given`. `reference` computes the same by the dual form: for derivatives that
-        the kernel does not have (of its backward pass).
+        the kernel does not have (of its backward pass). With `documents = "row"` a third argument, `[N + 1]` on the
+        device or None, bounds N documents in tokens; they are packed into B = 1, each with weights `[N, H, *shape]`.
         """
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
@@ -134,6 +136,7 @@ class Kernel(ABC):
         for name, own in zip(self.weights, learner, strict=False):
             if name in weights:
                 wanted.append((name, weights[name], (batch, heads, *own)))
+                wanted.append((f"origin {name}", given.origin.get(name), (1, heads, *own)))
                 if update is not None:
                     wanted.append((f"update {name}", update[name], (batch, heads, *own)))
         device = CPU if native else tokens.views.k.device

@@ -91,10 +91,12 @@ class Operation(Kernel):
         count = given.tokens.views.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
-    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+    def scan(
+        self, given: MiniBatches, reference: Scan, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
         if type(self).device == "cpu" and given.matmul_dtype.itemsize == 2:
             given = wide(given)
-        call, k = self.passed(given), given.tokens.views.k
+        call, k = self.passed(given, documents=documents), given.tokens.views.k
         has_memory = type(self).device == "cpu" or (type(k) is Tensor and not k.is_meta)  # a fake one has none
         if torch.compiler.is_compiling() or RECORDING.get() or not has_memory:
             y, *after = self.operate(call)
@@ -185,7 +187,8 @@ def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
     tokens = [x for x in given.tokens.tensors if x is not None]
     slow = map(given.slow.__getitem__, SLOW if given.slow else ())
-    return [*tokens, *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
+    steps = () if given.tau is None else (given.tau,)
+    return [*tokens, *steps, *slow, *given.weights.values(), *given.origin.values()]
 
 
 def shell(given: MiniBatches) -> MiniBatches:
@@ -194,7 +197,8 @@ def shell(given: MiniBatches) -> MiniBatches:
     tokens = Tokens.from_tensors([None if x is None else nothing for x in given.tokens.tensors])
     tau = None if given.tau is None else nothing
     weights, slow = dict.fromkeys(given.weights, nothing), dict.fromkeys(given.slow, nothing)
-    return given._replace(tokens=tokens, weights=weights, slow=slow, tau=tau)
+    origin = dict.fromkeys(given.origin, nothing)
+    return given._replace(tokens=tokens, weights=weights, slow=slow, tau=tau, origin=origin)
 
 
 def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
@@ -203,7 +207,8 @@ def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
     tokens = given.tokens.map(lambda x: next(rest))
     tau = None if given.tau is None else next(rest)
     slow = {name: next(rest) for name in SLOW} if given.slow else {}
-    return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
+    weights, origin = dict(zip(given.weights, rest, strict=False)), dict(zip(given.origin, rest, strict=True))
+    return given._replace(tokens=tokens, weights=weights, slow=slow, tau=tau, origin=origin)
 
 
 def wide(given: MiniBatches) -> MiniBatches:

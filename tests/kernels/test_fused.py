@@ -21,6 +21,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel, kernels
+from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
@@ -87,7 +88,8 @@ def test_views_of_16_bits(name: str) -> None:
 @pytest.mark.parametrize("rule", ["plain", "token steps"])
 @pytest.mark.parametrize("learner", ["linear", "mlp"])
 def test_packed_documents_and_padding(learner: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All mini-batches are the kernel's but the last, to which goes what sequences of any length leave open."""
+    """All mini-batches are the kernel's but the last, to which goes what sequences of any length leave open; also one's
+    that knows nothing of documents."""
     spec, by_forms = specimen(learner, rule), list[int]()
     fused, dual = spec.make(form="fused").float(), spec.make(form="dual").float()
     generator = torch.Generator().manual_seed(0)
@@ -96,10 +98,11 @@ def test_packed_documents_and_padding(learner: str, rule: str, monkeypatch: pyte
     ends = torch.arange(160) < torch.tensor([[160], [75], [16]])
     cases = ({"reset": reset}, {"mask": mask}, {"reset": reset, "mask": mask}, {"mask": ends}, {"reset": reset & ends, "mask": ends})
     one = InnerLoop.mini_batch
-    for flags, cuts in itertools.product(cases, ([], [50, 53, 128])):
+    for flags, (cuts, takes) in itertools.product(cases, (([], True), ([], False), ([50, 53, 128], True))):
         expected = run(dual, x, cuts, grads=True, **flags)
         with monkeypatch.context() as patch, torch.device("meta"):  # where torch would make tensors by default
             by_forms.clear()
+            patch.setattr(NativeForm, "documents", "inside" if takes else "apart")
             patch.setattr(InnerLoop, "mini_batch", lambda *given: (by_forms.append(1), one(*given))[1])
             found = run(fused, x, cuts, grads=True, **flags)
         assert compare(found, expected) < BOUND and state_distance(dual, found.state, expected.state) < BOUND
@@ -110,11 +113,13 @@ def test_packed_documents_and_padding(learner: str, rule: str, monkeypatch: pyte
 def test_gradients_of_gradients(name: str, bound: float) -> None:
     """Through the dual form; from a carried state as well, at a length that is no multiple of b."""
     x, found = torch.randn(2, 39, 32), []
+    reset = torch.zeros(2, 39, dtype=torch.bool)
+    reset[0, 5] = reset[1, 20] = reset[1, 30] = True
     for form in ("fused", "dual"):
         layer, tokens = build(f"layer={name}", f"layer.form={form}", dim=32, num_heads=2, seed=0), x.clone().requires_grad_()
         leaves = [tokens, *(p for p in layer.parameters() if p.requires_grad)]
-        y, state = layer(tokens[:, :16])
-        y = torch.cat([y, layer(tokens[:, 16:], state)[0]], 1)
+        y, state = layer(tokens[:, :16], reset=reset[:, :16])
+        y = torch.cat([y, layer(tokens[:, 16:], state, reset=reset[:, 16:])[0]], 1)
         first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
         total = torch.stack([g.square().sum() for g in first]).sum()
         found.append([y, *first, *torch.autograd.grad(total, leaves, materialize_grads=True)])

@@ -29,6 +29,13 @@ def loop(kind: str, wrong: float = 0.0) -> Any:
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, scale: float, initial_state: Tensor, output_final_state: bool, **x: Any) -> Any:
         assert scale == 1.0 and output_final_state and initial_state.dtype == torch.float32
+        if (bounds := x.pop("cu_seqlens", None)) is not None:
+            assert len(q) == 1 and len(initial_state) == len(bounds) - 1
+            lengths, views = bounds.diff().tolist(), {"q": q, "k": k, "v": v, **x}
+            parts = zip(*(value.split(lengths, 1) for value in views.values()), initial_state.split(1), strict=True)
+            of = [dict(zip([*views, "initial_state"], part, strict=True)) for part in parts]
+            found = [call(**one, scale=scale, output_final_state=True) for one in of]
+            return torch.cat([y for y, _ in found], 1), torch.cat([s for _, s in found])
         s, outputs = initial_state, []
         given = {name: value.float() for name, value in {"q": q, "k": k, "v": v, **x}.items()}
         for t in range(q.shape[1]):
@@ -63,7 +70,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, wrong: float = 0.0) -> list[str]:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_every_rule_has_an_operation_that_computes_it(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = stand_in(monkeypatch)
-    assert by_fla._disagreement(rule, CPU, torch.float32, 6, 5) is None
+    for packed in (False, True):
+        assert by_fla._disagreement(rule, CPU, torch.float32, 6, 5, packed) is None
     general = rule.erase_key or rule.erase_direction or (rule.decay != "none" and not rule.decayed)
     assert ("dplr" in asked[0]) == (rule.erases and general)  # the most general one only where it is needed
 
@@ -87,13 +95,16 @@ def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = build(*words).bfloat16()
     x = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = run(layer, x, [20], grads=True)
-    assert asked, layer.plan.said
+    packed = torch.rand(2, 50, generator=torch.Generator().manual_seed(1)) < 0.1
+    found = [run(layer, x, [20], grads=True, reset=reset) for reset in (None, packed)]
+    assert asked and not any(said[0] == "dual" for said in layer.plan.said), layer.plan.said
     layer.plan.kernels = []
-    assert compare(found, run(layer, x, [20], grads=True)) < 0.05
+    for one, reset in zip(found, (None, packed), strict=True):
+        assert compare(one, run(layer, x, [20], grads=True, reset=reset)) < 0.05
     layer = build(*words).bfloat16()
     x = x.requires_grad_()
-    first, once = (torch.autograd.grad(layer(x)[0].sum(), x, create_graph=again)[0] for again in (True, False))
+    loss = layer(x, reset=packed)[0].sum()
+    first, once = (torch.autograd.grad(loss, x, retain_graph=True, create_graph=again)[0] for again in (True, False))
     assert distance(first, once) < 0.05  # erase views and gates may come from each other
     assert torch.autograd.grad(first.float().square().sum(), x)[0].isfinite().all()
     by_fla._disagreement.cache_clear()

@@ -24,6 +24,11 @@ struct Call {
     const float* dafter[4];
     float* dstart[4];
     float *dscale, *dshift, *dtau;  // [learners, D or B]
+    const bool* begins;             // [sequences, count]: a document begins with a mini-batch; null: none does
+    const float* origin[4];         // weights that it begins with, every one [heads, ...]
+    float* dorigin[4];              // [learners, ...]
+
+    bool begin(int64_t learner, int64_t i) const { return begins && begins[learner / heads * count + i]; }
 };
 
 // x where i <= t, else 0, for the elements i = first, first + 1, ...

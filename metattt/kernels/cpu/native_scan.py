@@ -30,6 +30,7 @@ class NativeForm(Operation):
     macros."""
 
     device = "cpu"
+    documents = "inside"
     traceable = True
     source: Path
     source_of_tokens: Path  #: the one that takes token after token
@@ -109,12 +110,14 @@ class NativeForm(Operation):
         (dk, dv, dq), deta = found.views[:3], found.gates.eta
         use_large_pages(library, dk, dv, dq)
         dstart = [w.new_empty(w.shape) for w in given.weights.values()]
+        dorigin = [w.new_empty(w.shape) for w in given.weights.values() if given.begins is not None]
         dscale, dshift = (scale.new_zeros(batch, *scale.shape) for _ in range(2))
         dtau = scale.new_zeros(batch, heads, given.size)
-        views, cotangents = [None, dy, dk, dv, dq, deta], (dweights[: len(dstart)], dstart)
+        views, cotangents = [None, dy, dk, dv, dq, deta], (dweights[: len(dstart)], dstart, dorigin)
         _run(library.backward, call, views, (), kept[-1], cotangents, (dscale, dshift, dtau))
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == heads else dtau.sum((0, 1)).unsqueeze(0)]
-        return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart]
+        origin = [d.sum(0, keepdim=True) for d in dorigin]
+        return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart, *origin]
 
     def library(self, source: Path, sizes: Sizes) -> Any:
         """The compiled source, a `ctypes.CDLL`; or why there is none, which `reason_rejected` and `reason_not_decoded`
@@ -207,7 +210,7 @@ def _run(
     views: Sequence[Tensor | None],
     after: Sequence[Tensor],
     kept: Tensor | None,
-    cotangents: Sequence[Sequence[Tensor | None]] = ((), ()),
+    cotangents: Sequence[Sequence[Tensor | None]] = ((), (), ()),
     sums: Sequence[Tensor | None] = (None, None, None),
 ) -> None:
     """Calls a function with `Call` of `native.h`.
@@ -215,7 +218,7 @@ def _run(
     Args:
         views: y, its cotangent, and those of k, v, q and η; None where there is none.
         after, kept: the weights at the end, and at the start of each group.
-        cotangents: of the weights at the end and at the start.
+        cotangents: of the weights at the end, at the start, and of those that documents begin with.
         sums: cotangents of scale and shift of each sequence, and of τ of each learner.
     """
     given, eta = call.given, call.given.tokens.gates.eta
@@ -224,10 +227,11 @@ def _run(
     tau = eta.new_ones(1, given.size) if given.tau is None else given.tau
     none = (None,) * len(given.weights)
     pad = (None,) * (4 - len(none))
-    dafter, dstart = cotangents
+    dafter, dstart, dorigin = cotangents
     arrays: list[Tensor | int | None] = [tau, 0 if tau.shape[0] == 1 else given.size]
     arrays += given.slow["norm_scale"], given.slow["norm_bias"], *given.weights.values(), *pad, *(after or none), *pad
     arrays += kept, *(dafter or none), *pad, *(dstart or none), *pad, *sums
+    arrays += given.begins, *(given.origin.values() or none), *pad, *(dorigin or none), *pad
     sizes, views = (heads, count, call.group), (*given.tokens.views[:3], eta, *views)
     if run(function, sizes, views, arrays, learners, learners * count // SMALLEST_SHARE):
         raise MemoryError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ class FlaOnlineLinear(OnlineLinear):
 
     name = "online_linear.fla"
     device = "cuda"
+    documents = "row"
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         tokens, gates = given.tokens, given.tokens.gates
@@ -63,7 +65,7 @@ class FlaOnlineLinear(OnlineLinear):
             return f"fewer than {SHORTEST} tokens"
         rule = self.rule(given)
         key = (rule, tokens.k.device, given.matmul_dtype, tokens.k.shape[-1], tokens.v.shape[-1])
-        return _disagreement(*key)
+        return _disagreement(*key, given.begins is not None)
 
     def rule(self, given: MiniBatches) -> Rule:
         """What decides which of their operations is taken."""
@@ -72,13 +74,15 @@ class FlaOnlineLinear(OnlineLinear):
         p, b = views.erase_key is not None, views.erase_direction is not None
         return Rule(self.erases, decay, p, b, given.decayed)
 
-    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+    def scan(
+        self, given: MiniBatches, reference: Scan, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
         rule, empty = self.rule(given), shell(given)
         ((name, _),) = given.weights.items()
 
         def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             tokens, weights = filled(empty, tensors)[:2]
-            return run_rule(rule, given.matmul_dtype, pairs_of(tokens), weights[name])
+            return run_rule(rule, given.matmul_dtype, pairs_of(tokens), weights[name], documents)
 
         def again(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             y, after = reference(filled(empty, tensors))
@@ -94,8 +98,11 @@ class FlaOnlineDot(OnlineDot, FlaOnlineLinear):
     name = "online_linear.fla_dot"
 
 
-def run_rule(rule: Rule, dtype: torch.dtype, pairs: Pairs, w: Tensor) -> tuple[Tensor, Tensor]:
-    """`naive.online_linear` by their operation, in their layout `[B, T, H, d]`, with views of 16 bits."""
+def run_rule(
+    rule: Rule, dtype: torch.dtype, pairs: Pairs, w: Tensor, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`naive.online_linear` by their operation, in their layout `[B, T, H, d]`, with views of 16 bits; of each of the
+    N documents, where B = 1 and their bounds `[N + 1]` in tokens are given."""
     k, v, q, p, b, eta, a = pairs
     call, each = operation(rule.operation), k.shape[2] // q.shape[2]
     assert call is not None
@@ -120,13 +127,16 @@ def run_rule(rule: Rule, dtype: torch.dtype, pairs: Pairs, w: Tensor) -> tuple[T
         for name, x in given.items()
         if x is not None
     }
-    y, after = call(**there, scale=1.0, initial_state=w.float(), output_final_state=True)
+    bounds = {} if documents is None else {"cu_seqlens": documents * each}
+    y, after = call(**there, **bounds, scale=1.0, initial_state=w.float(), output_final_state=True)
     return y.transpose(1, 2)[:, :, each - 1 :: each].to(eta.dtype), after.to(w.dtype)
 
 
 @cache
-def _disagreement(rule: Rule, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> str | None:
-    """Why its operation may not compute, from 80 random tokens of 2 heads."""
+def _disagreement(
+    rule: Rule, device: torch.device, dtype: torch.dtype, rows: int, columns: int, packed: bool = False
+) -> str | None:
+    """Why its operation may not compute, from 80 random tokens of 2 heads, in three documents if `packed`."""
     if operation(rule.operation) is None:
         return f"flash-linear-attention, or its {rule.operation}, is not installed"
     draw = torch.Generator().manual_seed(0)
@@ -142,19 +152,23 @@ def _disagreement(rule: Rule, device: torch.device, dtype: torch.dtype, rows: in
     given |= {"b": unit()} if rule.erase_direction else {}
     if rule.decay != "none":
         given["a"] = torch.sigmoid((random(rows) if rule.decay == "channel" else random()) + 3)
-    w = torch.randn(1, 2, rows, columns, generator=draw).to(device) / rows**0.5
-    names = list(given)
+    bounds = [0, 16, 63, 80] if packed else [0, 80]
+    w = torch.randn(len(bounds) - 1, 2, rows, columns, generator=draw).to(device) / rows**0.5
+    names, documents = list(given), torch.tensor(bounds, device=device) if packed else None
 
     def made(tensors: Sequence[Tensor]) -> Pairs:
         x: dict[str, Any] = dict(zip(names, tensors, strict=True))
         return Pairs(*[x.get(name) for name in Pairs._fields])  # type: ignore[arg-type]
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return run_rule(rule, dtype, made(tensors[:-1]), tensors[-1])
+        return run_rule(rule, dtype, made(tensors[:-1]), tensors[-1], documents)
 
     def ours(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        k, v, q, p, b, eta, a = made(tensors[:-1])
-        return online_linear(k, v, q, eta, tensors[-1], p=p, b=b, a=a, erases=rule.erases, decayed=rule.decayed)
+        found, flags = [], {"erases": rule.erases, "decayed": rule.decayed}
+        for start, (first, stop) in zip(tensors[-1].split(1), pairwise(bounds), strict=True):
+            k, v, q, p, b, eta, a = made([x[:, :, first:stop] for x in tensors[:-1]])
+            found.append(online_linear(k, v, q, eta, start, p=p, b=b, a=a, **flags))
+        return torch.cat([y for y, _ in found], 2), torch.cat([after for _, after in found])
 
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         return disagreement(f"{rule.operation} in {dtype}", run, ours, [*given.values(), w])

@@ -5,7 +5,8 @@
 // with p' = p, or p ∘ a where the gradient is taken at the decayed weights, and F = 0 for the dot loss. Columns of W do not meet: NV vectors
 // of them are computed for the whole sequence, with W in the cache, before the next. Rows are passed in full (`Rows`), widths at run time.
 //
-// The backward pass runs a chunk of pairs again from the weights that were kept at its start, and stores W before each of its pairs.
+// The backward pass runs a chunk of pairs, or what a document has of it, again from the weights that were kept at its start, and stores W
+// before each of its pairs.
 
 #include "native_vector.h"
 
@@ -18,6 +19,11 @@ struct Call {  // 8 bytes each, in the order of `NativeOnlineLinear._run`
     float* kept;         // W at the start of each chunk, [learners, chunks, rows, columns]; null: not wanted
     const float* dafter;  // null: zero
     float* dstart;
+    const bool* begins;   // [sequences, tokens]: a document begins with a token; null: none does
+    const float* origin;  // weights that it begins with, [heads, rows, columns]
+    float* dorigin;       // [learners, rows, columns], to be added to
+
+    bool begin(int64_t batch, int64_t t) const { return begins && t % each == 0 && begins[(batch * pairs + t) / each]; }
 };
 
 namespace {
@@ -148,6 +154,7 @@ struct Columns {
         fetch_weights(w.data, call.start + learner * size, call, first, n);
         Vector f[NV], y[NV];
         for (int64_t t = 0; t < call.pairs; ++t) {
+            if (call.begin(at.batch, t)) fetch_weights(w.data, call.origin + at.head * size, call, first, n);
             if (call.kept && t % call.chunk == 0) put_weights(call.kept + (learner * chunks + t / call.chunk) * size, w.data, call, first, n);
             const int64_t token = t / call.each, place = t % call.each;
             const bool begins = place == 0, ends = place == call.each - 1, reads = call.exclusive ? begins : ends;
@@ -258,9 +265,11 @@ struct Columns {
         std::memset(dw.data, 0, state * sizeof(float));
         if (call.dafter) fetch_weights(dw.data, call.dafter + learner * size, call, first, n);
         alignas(64) float row[WIDTH];
-        for (int64_t c = chunks - 1; c >= 0; --c) {
-            const int64_t begin = c * call.chunk, end = begin + call.chunk < call.pairs ? begin + call.chunk : call.pairs;
-            fetch_weights(states.data, call.kept + (learner * chunks + c) * size, call, first, n);
+        for (int64_t end = call.pairs, begin; end > 0; end = begin) {
+            for (begin = end - 1; begin % call.chunk && !call.begin(at.batch, begin);) --begin;
+            const bool fresh = call.begin(at.batch, begin);
+            const float* now = fresh ? call.origin + at.head * size : call.kept + (learner * chunks + begin / call.chunk) * size;
+            fetch_weights(states.data, now, call, first, n);
             for (int64_t t = begin; t < end; ++t) {
                 Vector f[NV], y[NV];
                 x.read(at, t, -1, first, n, false);
@@ -311,6 +320,11 @@ struct Columns {
                 if (DECAY == CHANNEL) sum_lanes(call.da.at(at.batch, at.head, t), lanes.a, call.rows, set);
                 if (DECAY == HEAD) add(call.da, at, t, total(to_a), set);
             }
+            if (!fresh) continue;
+            float* to = call.dorigin + learner * size + first;
+            for (int64_t r = 0; r < call.rows; ++r)
+                for (int64_t i = 0; i < n; ++i) to[r * call.columns + i] += dw[r * WIDTH + i];
+            std::memset(dw.data, 0, state * sizeof(float));
         }
         put_weights(call.dstart + learner * size, dw.data, call, first, n);
     }

@@ -32,6 +32,7 @@ class NativeOnlineLinear(OnlineLinear, Operation):
     name = "online_linear.native"
     device = "cpu"
     traceable = False
+    documents = "inside"
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         gates = given.tokens.gates
@@ -52,7 +53,7 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         after, kept = _empty(w), []
         if call.keep:
             kept = [w.new_empty(*w.shape[:2], -(-k.shape[2] // call.group), *w.shape[2:])]
-        arrays = [w.contiguous(), after, kept[0] if kept else None, None, None]
+        arrays = [w.contiguous(), after, kept[0] if kept else None, None, None, None]
         self._run("forward", call, pairs, [y, *[None] * 8], arrays)
         return y, [after], kept
 
@@ -72,10 +73,13 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         dy = torch.zeros_like(pairs.v[:, :, : pairs.q.shape[2]]) if dy is None else dy
         found = [None if x is None else empty_like_tokens(x) if x.ndim == 4 else _empty(x) for x in pairs]
         after, dstart = None if dweights[0] is None else dweights[0].contiguous(), _empty(w)
-        self._run("backward", call, pairs, [None, dy, *found], [None, None, kept[-1], after, dstart])
+        dorigin = [] if call.given.begins is None else [w.new_zeros(w.shape)]
+        arrays = [None, None, kept[-1], after, dstart, dorigin[0] if dorigin else None]
+        self._run("backward", call, pairs, [None, dy, *found], arrays)
         outputs = [(x, d) for x, d in zip(made, found, strict=True) if x is not None and d is not None]
         inputs = [x for x in given.tensors if x is not None]
-        return [*torch.autograd.grad([x for x, _ in outputs], inputs, [d for _, d in outputs]), dstart]
+        origin = [d.sum(0, keepdim=True) for d in dorigin]
+        return [*torch.autograd.grad([x for x, _ in outputs], inputs, [d for _, d in outputs]), dstart, *origin]
 
     def _run(
         self, name: str, call: Pass, pairs: Pairs, others: Sequence[Tensor | None], arrays: Sequence[Tensor | None]
@@ -87,6 +91,7 @@ class NativeOnlineLinear(OnlineLinear, Operation):
         batch, heads, count, rows = pairs.k.shape
         sizes = heads, count, count // pairs.q.shape[2], rows, pairs.v.shape[3], call.group
         flags = self.erases, call.given.decayed, call.given.exclusive, pairs.a is not None and pairs.a.ndim == 4
+        arrays = [*arrays[:5], call.given.begins, *(call.given.origin.values() or [None]), arrays[5]]
         use_large_pages(library, others[0], *others[2:], *arrays[1:3])  # y or cotangents, and what is kept
         learners, function = batch * heads, getattr(library, name)
         shares = learners * count // SMALLEST_SHARE

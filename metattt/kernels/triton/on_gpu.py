@@ -28,6 +28,7 @@ class OnGPU(Operation):
     """A Triton operation."""
 
     device = "cuda"
+    documents = "row"
     traceable = True
     tuning: Any  #: the operation's launches
     operands: torch.dtype | None = None  #: of products, whatever the views have; None: what the call says
