@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import GlobalEstimator, KernelEstimator, Learner, Linear, Transformer
+from metattt.learners import Convolution, GlobalEstimator, KernelEstimator, Learner, Linear, Transformer
 from metattt.optimizers import (
     Adam,
     Append,
@@ -30,6 +30,7 @@ from metattt.optimizers import (
     Momentum,
     Preconditioned,
     Sign,
+    StateGated,
 )
 from metattt.registry import PARAMETERS, REGISTERED
 from metattt.tasks import Reconstruction
@@ -409,3 +410,10 @@ def test_empty_places_are_not_shown_to_learners_that_mix_tokens() -> None:
     calls = [Call(torch.randn(2, 3, 8, dtype=torch.float64), mask) for mask in (flags("111", "110"), None)]
     layer = made(Transformer(), GradientDescent(2, read="final"))
     assert refusal(lambda: run(layer, calls)).startswith("Transformer looks at several tokens, and optimizer.read=final")
+
+
+def test_a_step_gate_of_a_gradient_that_is_almost_nothing() -> None:
+    """Its square, a sum of products that cancel, is less than 0 by rounding."""
+    torch.manual_seed(0)
+    layer = TTTLayer(8, 2, Reconstruction(), Convolution(width=1), StateGated(4, read="previous"))
+    assert layer(100 * torch.randn(2, 64, 8))[0].isfinite().all()

@@ -44,7 +44,8 @@ class Committed:
         else:
             found = primal.gradients(loop, self._tokens, self.weights)
             squared = torch.stack([g.flatten(3).square().sum(-1) for g in found.values()]).sum(0).transpose(1, 2)
-        return (squared + EPS**2).sqrt()
+        # A sum of products that cancel, as where a convolution's gradient is almost 0, may be less than 0 by rounding.
+        return (squared.clamp(min=0) + EPS**2).sqrt()
 
     def _one_by_one(self) -> Tensor:
         """‖∇ℓ_t‖² by a backward pass per token, for learners that mix tokens."""
