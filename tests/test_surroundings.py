@@ -238,10 +238,13 @@ def test_compiled_in_one_graph(name: str) -> None:
     assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
 
 
-@pytest.mark.parametrize("given", ["mesa_net learner.iterations=2", "gka learner.iterations=2", "gated_oja"])
-def test_learners_that_keep_data_are_one_graph(given: str) -> None:
+@pytest.mark.parametrize("given", [
+    *(f"{name} learner.chunk=2" for name in ("mesa_net learner.iterations=2", "gka learner.iterations=2", "gated_oja")),
+    "nested_ttt optimizer.mini_batch_size=2",
+])  # fmt: skip
+def test_learners_that_keep_data_or_a_layer_are_one_graph(given: str) -> None:
     torch._dynamo.reset()
-    layer = metattt.build(*f"layer={given}".split(), "learner.chunk=2", dim=8, num_heads=2, seed=0)
+    layer = metattt.build(*f"layer={given}".split(), dim=8, num_heads=2, seed=0)
     x = torch.randn(1, 5, 8)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x)[0], layer(x)[0])
 

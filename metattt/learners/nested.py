@@ -13,6 +13,7 @@ from metattt.learners.base import Learner
 from metattt.learners.module.adapter import ModuleLearner
 from metattt.registry import register
 from metattt.setting import setting
+from metattt.torch_private import saved_tensor_hooks
 
 
 class Outputs(nn.Module):
@@ -82,4 +83,4 @@ class NestedTTT(ModuleLearner):
     def can_vmap(self) -> bool:
         # Under torch.vmap the inner layer takes its gradients with torch.func, which saved-tensor hooks (recomputation)
         # rule out.
-        return self.batched and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        return self.batched and (torch.compiler.is_compiling() or saved_tensor_hooks(False) is None)
