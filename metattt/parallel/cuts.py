@@ -18,14 +18,15 @@ def check_divisible(block: nn.Module) -> None:
         raise MetaTTTError(f"{ALONE}, which are not divided among processes: set trainer=default or trainer=ddp")
 
 
-def check_cut(layer: nn.Module, dim: int) -> None:
-    """Refuses a layer whose sequences cannot be divided among processes.
+def check_cut(layer: nn.Module, dim: int, needs: str = "trainer.time_ranks=1") -> None:
+    """Refuses a layer whose sequences cannot be read in parts, by several processes or one after the other.
 
     A layer that cannot be run here (another device's kernels, parameters without values) is left to its first step.
 
     Args:
         layer: called as `y, state = layer(x, state, mask=..., reset=...)`.
         dim: D, width of its tokens.
+        needs: the override that does not divide them.
     """
     parameters = list(layer.parameters())
     if any(parameter.is_meta for parameter in parameters):
@@ -41,5 +42,5 @@ def check_cut(layer: nn.Module, dim: int) -> None:
     if not same(whole, torch.cat([before, after], dim=1)):
         raise MetaTTTError(
             f"{type(layer).__name__} needs all tokens of a sequence in one call: with the state of an earlier call its "
-            "outputs differ, so it needs trainer.time_ranks=1"
+            f"outputs differ, so it needs {needs}"
         )

@@ -20,6 +20,7 @@ from metattt.generation.sampling import generate
 from metattt.generation.text import ends
 from metattt.measures.ngram import NGram
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import clip_norm, several_meshes
 from metattt.parallel.line import Line
 from metattt.parallel.relay import handed_on
@@ -175,7 +176,7 @@ class LanguageModeling(OuterLoop):
         super().on_validation_epoch_end()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Raises an error for settings that exclude reading in chunks."""
+        """Raises an error for settings, and layers, that exclude reading in chunks."""
         if self.recipe.chunk is None:
             return super().configure_optimizers()
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
@@ -194,6 +195,8 @@ class LanguageModeling(OuterLoop):
                     f"training.chunk={self.recipe.chunk} does not go with {reason}: set {instead}, or "
                     "training.chunk=null"
                 )
+        for block in self.model.blocks:
+            check_cut(block.layer, self.model.dim, "training.chunk=null")
         return super().configure_optimizers()
 
 

@@ -193,3 +193,10 @@ def test_a_compiled_model_takes_one_chunk(text: Path, tmp_path: Path, told: Call
     options = ("training.chunk=4", "compile=true", "training.truncate=2")
     said = "compile=true, whose graphs run backwards once: set training.truncate=1"
     assert said in told("train", *TINY, f"data.path={text}", f"output_dir={tmp_path / 'run'}", *options).replace("\n", " ")
+
+
+@pytest.mark.parametrize("layer", ["layer=lact", "layer=ttt_linear optimizer.token_steps=none"])
+def test_a_mini_batch_of_a_whole_call_has_no_chunks(layer: str, text: Path, tmp_path: Path, told: Callable[..., str]) -> None:
+    """Chunks would train another model than validation reads."""
+    given = (*layer.split(), "optimizer.mini_batch_size=null", "training.chunk=4", f"data.path={text}")
+    assert "so it needs training.chunk=null" in told("train", *TINY, *given, f"output_dir={tmp_path / 'run'}").replace("\n", " ")
