@@ -96,7 +96,9 @@ def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None
         given = k.clone()
         try:
             y = learner(FastWeights(fast, slow, k.dtype), given)
-        except RuntimeError as error:
+            made = isinstance(y, Tensor) and y.requires_grad
+            grads = torch.autograd.grad(y.sum(), [*fast.values()], allow_unused=True) if made else [None]
+        except (RuntimeError, TypeError) as error:
             message = f"{type(learner).__name__}.forward fails for tokens {list(k.shape)}: {error}"
             raise MetaTTTError(message) from error
     if not torch.equal(given, k):
@@ -110,7 +112,7 @@ def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None
             f"{type(learner).__name__}.forward returns {found} for tokens {list(k.shape)}: expected "
             f"{[*k.shape[:-1], d_out]}, a prediction of width d_out={d_out} for each"
         )
-    if not y.requires_grad or all(x is None for x in torch.autograd.grad(y.sum(), [*fast.values()], allow_unused=True)):
+    if all(x is None for x in grads):
         raise MetaTTTError(
             f"what {type(learner).__name__}.forward returns has no derivative by its fast weights ({', '.join(fast)}): "
             "use them through w, and do not detach what they give"

@@ -229,6 +229,7 @@ class Counting(nn.Linear):
         (lambda: ModuleLearner(nn.Linear(D, 3)), "width 3: they must have the head width 8"),
         (lambda: ModuleLearner(nn.Linear(5, D)), "cannot run on tokens"),
         (lambda: ModuleLearner(nn.Tanh()), "no trainable parameter"),
+        (lambda: ModuleLearner(Made(lambda m, x: m.map(x).exp_().mul_(2), map=nn.Linear(D, D))), "modified by an inplace operation"),
     ],
 )
 def test_modules_that_cannot_be_learners_are_refused(make: Callable[[], ModuleLearner], message: str) -> None:
