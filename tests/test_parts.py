@@ -326,6 +326,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "divided by T": (lambda p, v: squared(p, v) / p.shape[2], "later tokens, or on how many"),
     "by the token's index": (lambda p, v: squared(p, v) * torch.arange(p.shape[2]), "earlier tokens, or on its place"),
     "with other tokens, no derivative": (lambda p, v: squared(p, v) * p.detach().sum((2, 3), True)[..., 0], "later"),
+    "normalised over heads": (lambda p, v: squared(p / (p.square().mean((1, 3), True) + 1).sqrt(), v), "the weights of other heads"),
     "with noise": (lambda p, v: squared(p + torch.randn_like(p), v), "chance"),
 }  # fmt: skip
 

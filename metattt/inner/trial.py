@@ -173,15 +173,17 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
 
     Raises:
         MetaTTTError: two sequences together and one by one differ, or the first and the last tokens of a sequence apart
-            from the others, or two equal calls.
+            from the others, or two equal calls, or a head's loss depends on another's weights.
     """
 
-    def seen(rows: slice, tokens: slice, of: slice) -> list[Tensor]:
-        """The losses of tokens `of` among `tokens`, and the derivatives of their sum."""
+    def seen(rows: slice, tokens: slice, of: slice, heads: slice = slice(None)) -> list[Tensor]:
+        """The losses of tokens `of` among `tokens`, and the derivatives of their sum over `heads`."""
         weights = {name: x[rows].clone().requires_grad_() for name, x in fast.items()}
         k, v = keys[rows, :, tokens].clone().requires_grad_(), labels[rows, :, tokens]
         losses = task.loss(learner.predict(FastWeights(weights, slow, k.dtype), k), v)[:, :, of]
-        grads = torch.autograd.grad(losses.sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            losses[:, heads].sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True
+        )
         return [x.detach().nan_to_num() for x in (losses, grads[0][:, :, of], *grads[1:])]
 
     task, learner = _in_double(task), _in_double(learner)
@@ -195,6 +197,10 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
                 [torch.cat(rows) for rows in zip(*apart, strict=True)],
                 seen(two, every, every),
             ),
+            # each head has an η of its own, by which forms would multiply other sums
+            "the weights of other heads": tuple(
+                [x[:, :1] for x in seen(one, every, every, heads)[2:]] for heads in (slice(0, 1), slice(None))
+            ),
         }
         if not whole:
             pairs["later tokens, or on how many there are"] = seen(one, first, every), seen(one, every, first)
@@ -205,7 +211,7 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
         if not all(torch.allclose(a, b, 1e-6, 1e-9 * size) for a, b in zip(alone, together, strict=True)):
             raise MetaTTTError(
                 f"{type(task).__name__}.loss of what {type(learner).__name__} predicts for a token depends on {what}: "
-                "make forward and loss act on each token alone"
+                "make forward and loss act on each token of each head alone"
             )
 
 
