@@ -99,7 +99,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "data/test_prepare.py": ("test_a_split_without_documents", "test_the_shards_hold"),
     "models/test_published.py::test_convert_and_back": ("[linear_",),
     "models/test_published.py::test_presets_have_the_published_numbers_of_parameters": ("[125m]",),
-    "training/test_runs.py::test_a_signal": ("[plain-15-3-training_step]", "[accumulated"),
+    "training/test_runs.py::test_a_signal": ("[plain-15-3-training_step]", "[accumulated", "[averaged"),
     "data/test_shards_damaged.py": (),
     "training/test_stacks.py::test_a_run_is_read_converted": (),
     "data/test_stream.py::test_a_run_goes_on": ("[2]",),

@@ -100,7 +100,6 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         _check_folder(folder, [f"metattt {command}", *fixed])
         known = keys_of(command)
         own = ["resume=auto"] if "resume" in known else []
-        own += _trusted([text for one, typed in ours for text in _values(one, typed)]) if "trust" in known else []
         objective = str(cfg.get("objective") or "")
         run = SweptRun(command, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
         print(f"sweep   `metattt {command}` -> {folder}", flush=True)
@@ -198,14 +197,6 @@ def _stopped_by_the_sweep(folder: Path, run: SweptRun) -> Iterator[None]:
 def _is_running(folder: Path) -> bool:
     status = read_status(folder)
     return status is not None and status.state == "running"
-
-
-def _trusted(overrides: Sequence[str]) -> list[str]:
-    """The modules of the user's whose classes the overrides name: a checkpoint of a run may name them as well."""
-    named = [one.partition("=")[2] for one in overrides if one.partition("=")[0].endswith("._target_")]
-    own = {one.rpartition(".")[0] for one in named if not one.startswith(("metattt.", "torch.", "lightning."))} - {""}
-    trusting = any(one.startswith("trust=") for one in overrides)
-    return [f"trust=[{','.join(sorted(own))}]"] if own and not trusting else []
 
 
 def _defaults(cfg: DictConfig, fixed: Sequence[str]) -> list[str]:

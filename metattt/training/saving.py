@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import Timer, WeightAveraging
 
 from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.rolling import path_of, prune
@@ -135,6 +135,9 @@ class Checkpoints(WithSettings, Callback):
             return
         (signal,) = self._together((self._requests.received,))
         if signal:
+            for one in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(one, WeightAveraging):  # it validates its averages: the weights are put back
+                    one.on_validation_epoch_end(trainer, pl_module)
             if trainer.global_step > self._saved_step:
                 self._save(trainer, between_steps=True, validate_again=True)
             raise Interrupted(signal)

@@ -15,13 +15,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ProgressBar,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from metattt.checkpoints.record import RECORD, as_override, own_modules, to_names
+from metattt.checkpoints.record import RECORD, as_override, modules, own_modules, to_names
 from metattt.checkpoints.rolling import path_of
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.messages import first_line
@@ -45,6 +52,14 @@ C = TypeVar("C")
 OUTSIDE = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Lightning's loggers and the libraries that they need."""
 PROFILERS: dict[Any, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+UNFIT: dict[type, str] = {
+    StochasticWeightAveraging: "it averages once per epoch, and a run is counted in steps: "
+    "lightning.pytorch.callbacks.EMAWeightAveraging and WeightAveraging average per step",
+    GradientAccumulationScheduler: "it counts epochs, and a run is counted in steps: set trainer.accumulate_grad_batches",
+    BatchSizeFinder: "a run keeps its batches: set data.batch_size",
+    LearningRateFinder: "a run keeps its schedule: compare rates in a sweep, -m training.lr=<rate>,<rate>",
+}
+"""Lightning's callbacks that would do something else here than they say, and what to do instead."""
 LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pipe", re.I)
 """Parts of error messages that mean that another process was lost."""
 
@@ -74,6 +89,8 @@ def train(cfg: DictConfig) -> int:
     tokenizer = cfg.data.get("tokenizer")
     if isinstance(tokenizer, str) and tokenizer != "bytes" and Path(tokenizer).expanduser().exists():
         cfg.data.tokenizer = _absolute(tokenizer)
+    own = own_modules(to_names(OmegaConf.to_container(cfg, resolve=True)))  # the command runs them: a checkpoint may, too
+    cfg.trust = [*modules(cfg.trust), *own] or None
     with opened(cfg, first, console.print) as begin:
         return 0 if begin.complete else _run(begin, console)
 
@@ -199,6 +216,8 @@ def _entry(cfg: DictConfig, group: str, name: str, kind: type, done: int = 0) ->
     made = instantiate_part(cfg[group], name, **more) if isinstance(node, DictConfig) else None
     if not isinstance(made, kind):
         raise MetaTTTError(f"{group}.{name}={node} is not allowed: ~{group}.{name} leaves it out")
+    if instead := next((said for unfit, said in UNFIT.items() if isinstance(made, unfit)), None):
+        raise MetaTTTError(f"{group}.{name}={known} is not allowed: {instead}")
     return made
 
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from runs_for_tests import rows
 
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.sweeps.launch import _trusted, _values
 from metattt.sweeps.record import LONGEST_NAME, STATUS, Status, folder_name, read_status, write_status
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
 
@@ -110,13 +108,6 @@ def test_a_signal_waits_for_checkpoints(here: Path, number: int, code: int, jobs
     assert states(here / "sweep") == {f"seed={seed}": "stopped" for seed in range(count)}
     assert len(list((here / "sweep").glob("*/checkpoints/step-*/checkpoint.json"))) == count
     assert not list((here / "sweep").glob(".*"))
-
-
-def test_own_classes_are_trusted() -> None:
-    words = ["learner._target_=choice(a.b.C,d.E)", "task._target_=metattt.tasks.Reconstruction", "seed=0,1"]
-    parsed = OverridesParser.create().parse_overrides(words)
-    values = [text for one, typed in zip(parsed, words, strict=True) for text in _values(one, typed)]
-    assert _trusted(values) == ["trust=[a.b,d]"] and _trusted([*values, "trust=[x]"]) == []
 
 
 @pytest.mark.slow

@@ -50,7 +50,12 @@ def assert_same(run: Path, expected: Path) -> None:
     assert log(run) == log(expected)
 
 
-VARIANTS = {"plain": (), "accumulated": ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=3")}
+AVERAGES = "lightning.pytorch.callbacks.EMAWeightAveraging"
+VARIANTS = {
+    "plain": (),
+    "accumulated": ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=3"),
+    "averaged": (f"+callbacks.average={{_target_: {AVERAGES}, decay: 0.5}}",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +108,7 @@ def send(monkeypatch: pytest.MonkeyPatch, number: int, step: int, hook: str = "t
     ("plain", signal.SIGINT, 6, "validation_step"),  # where a checkpoint was due
     ("accumulated", signal.SIGTERM, 4, "training_step"),
     ("accumulated", signal.SIGINT, 2, "validation_step"),
+    ("averaged", signal.SIGTERM, 4, "validation_step"),  # when the averages are in the place of the weights
 ])  # fmt: skip
 def test_a_signal_stops_between_two_steps_and_resume_is_exact(
     variant: str, number: int, step: int, hook: str, corpus: Path, undisturbed: dict[str, Path], tmp_path: Path,
@@ -126,10 +132,10 @@ def test_a_signal_stops_between_two_steps_and_resume_is_exact(
 def test_killed_and_resumed(
     step: int, kept: list[int], corpus: Path, undisturbed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first checkpoint; later; after the last step."""
+    """Before the first checkpoint; later; after the last step. The same command may name what a file alone may not."""
     run = tmp_path / "run"
     draw(monkeypatch)
-    command = eight(corpus, run, NO_BEST, "resume=auto")
+    command = eight(corpus, run, NO_BEST, "resume=auto", "+callbacks.own._target_=lightning.pytorch.callbacks.LambdaCallback")
     with monkeypatch.context() as patch:
         after_step(patch, step)
         with pytest.raises(Killed):
@@ -138,7 +144,7 @@ def test_killed_and_resumed(
     if not kept:
         with pytest.raises(MetaTTTError, match="has no checkpoint yet: start the run again with the same command"):
             train(compose(f"resume={run}"))
-    assert train(command if step != 5 else compose(f"resume={run}")) == 0
+    assert train(command if step != 5 else compose(f"resume={run}", "trust=lightning.pytorch.callbacks")) == 0
     assert log(run) == log(undisturbed["plain"]) and steps(run)[0] == 8
     found, wanted = (read_checkpoint(one)["state_dict"] for one in (run, undisturbed["plain"]))
     assert_equal(found, wanted, "state_dict")

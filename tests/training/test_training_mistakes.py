@@ -41,6 +41,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("resume=auto output_dir=null", "add output_dir=<folder>"),
     ("resume=auto overwrite=true", "give one of them"),
     ("resume=nothing", "does not exist"),
+    ("+callbacks.x={_target_:lightning.pytorch.callbacks.StochasticWeightAveraging,swa_lrs:0.1}", "averages once per epoch"),
+    ("+callbacks.x={_target_:lightning.pytorch.callbacks.GradientAccumulationScheduler,scheduling:{0:2}}", "it counts epochs"),
 ])  # fmt: skip
 def test_one_line(given: str, expected: str, here: Path, told: Callable[..., str]) -> None:
     before = set(here.iterdir())
