@@ -91,7 +91,7 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
 def validate_between_steps(trainer: Trainer) -> None:
     """Interprets `trainer.val_check_interval` as steps (or a share of them), not batches, so that it does not depend on
     the number of processes; for data whose loader covers the whole run."""
-    interval = trainer.val_check_interval
+    interval = getattr(trainer, "val_check_interval", None)  # Lightning keeps a time elsewhere
     if getattr(trainer, "fast_dev_run", 0) or trainer.max_steps <= 0:
         return
     if isinstance(interval, float):

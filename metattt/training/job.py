@@ -109,6 +109,7 @@ class OuterLoop(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
+        checkpoint["callbacks"].pop("Timer", None)  # trainer.max_time is of a job: the next one has as long again
 
 
 def _add(sums: dict[str, Tensor], figures: dict[str, tuple[Tensor, Tensor]]) -> None:

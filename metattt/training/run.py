@@ -83,6 +83,8 @@ def check_given(cfg: DictConfig) -> None:
             f"trainer.max_epochs={cfg.trainer.max_epochs} is not allowed: a run is counted in steps, set "
             "trainer.max_steps=<steps>"
         )
+    if cfg.trainer.get("use_distributed_sampler"):  # each process would read a part of its part
+        raise MetaTTTError("trainer.use_distributed_sampler=true is not allowed: the data divides itself, leave it out")
     saving = OmegaConf.select(cfg, "callbacks.checkpoint")
     if saving is not None and "folder" in saving and saving.folder != cfg.output_dir:
         raise MetaTTTError(

@@ -216,7 +216,9 @@ class Checkpoints(WithSettings, Callback):
         return tuple(numbers.tolist())
 
     def _save(self, trainer: Trainer, between_steps: bool = False, validate_again: bool = False) -> None:
-        """Writes a checkpoint; the log reaches the disk before it."""
+        """Writes a checkpoint; the log reaches the disk before it. A trial (`fast_dev_run`) has none: it is no run."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         path = path_of(Path(self.folder), trainer.global_step)
         for log in logs_of(trainer):
             log.sync()

@@ -137,7 +137,8 @@ def _run(begin: Start, console: Console) -> int:
     started, batches = time.monotonic(), ForLightning(data)
     try:
         trainer.fit(module, datamodule=batches, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        if _callback(trainer, Checkpoints) is None:
+        trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if _callback(trainer, Checkpoints) is None and not trial:
             trainer.save_checkpoint(path_of(folder, trainer.global_step))
         seconds = time.monotonic() - started
         if not _validated_last(trainer, done):
@@ -236,7 +237,8 @@ def _validated_last(trainer: Trainer, done: int) -> bool:
 
 def _files(console: Console, trainer: Trainer, folder: Path) -> None:
     """Where the results are."""
-    console.print(f"checkpoint  {path_of(folder, trainer.global_step)}")
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        console.print(f"checkpoint  {path_of(folder, trainer.global_step)}")
     saving = _callback(trainer, Checkpoints)
     if saving is not None and saving.best_step is not None:
         best = path_of(folder, saving.best_step)

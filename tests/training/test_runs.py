@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from refusals_for_tests import refusal
 from runs_for_tests import Killed, after_step, assert_equal, kill, log, rows, steps, tiny
 
@@ -327,6 +328,19 @@ def test_files_of_two_runs_stand_apart(corpus: Path, tmp_path: Path) -> None:
     ):
         refusal(lambda override=override: train(eight(corpus, tmp_path / "run", override)), message)
     assert (tmp_path / "log.csv").read_text().endswith("1,2.0\n")
+
+
+def test_what_is_tried_first_and_what_ends_by_time_is_trained_by_the_next_job(corpus: Path, tmp_path: Path) -> None:
+    command = partial(eight, corpus, tmp_path / "run", "resume=auto", "trainer.val_check_interval=00:01:00:00")
+    assert train(command("+trainer.fast_dev_run=true")) == 0 and steps(tmp_path / "run") == []
+    with pytest.MonkeyPatch.context() as patch:
+        after_step(patch, 4, lambda trainer, _: setattr(timer_of(trainer), "_offset", 60.0))
+        assert train(command("+trainer.max_time=00:00:01:00")) == 0 and steps(tmp_path / "run")[0] == 4
+    assert train(command("+trainer.max_time=00:00:01:00")) == 0 and steps(tmp_path / "run")[0] == 8
+
+
+def timer_of(trainer: Any) -> Timer:
+    return next(one for one in trainer.callbacks if isinstance(one, Timer))
 
 
 def test_a_run_that_was_stopped_early_is_complete(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
