@@ -55,7 +55,7 @@ PROFILERS: dict[Any, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfi
 UNFIT: dict[type, str] = {
     StochasticWeightAveraging: "it averages once per epoch, and a run is counted in steps: "
     "lightning.pytorch.callbacks.EMAWeightAveraging and WeightAveraging average per step",
-    GradientAccumulationScheduler: "it counts epochs, and a run is counted in steps: set trainer.accumulate_grad_batches",
+    GradientAccumulationScheduler: "it counts epochs, and a run has steps: set trainer.accumulate_grad_batches",
     BatchSizeFinder: "a run keeps its batches: set data.batch_size",
     LearningRateFinder: "a run keeps its schedule: compare rates in a sweep, -m training.lr=<rate>,<rate>",
 }
@@ -89,7 +89,8 @@ def train(cfg: DictConfig) -> int:
     tokenizer = cfg.data.get("tokenizer")
     if isinstance(tokenizer, str) and tokenizer != "bytes" and Path(tokenizer).expanduser().exists():
         cfg.data.tokenizer = _absolute(tokenizer)
-    own = own_modules(to_names(OmegaConf.to_container(cfg, resolve=True)))  # the command runs them: a checkpoint may, too
+    # what the command itself runs, a checkpoint may name
+    own = own_modules(to_names(OmegaConf.to_container(cfg, resolve=True)))
     cfg.trust = [*modules(cfg.trust), *own] or None
     with opened(cfg, first, console.print) as begin:
         return 0 if begin.complete else _run(begin, console)
