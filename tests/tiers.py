@@ -44,7 +44,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "kernels/test_decode_on_gpu.py::test_a_state_stays": ("[linear]",),
     "kernels/test_on_gpu.py::test_compiled_in_one_graph": (),
     "test_surroundings.py::test_compiled_in_one_graph": (),
-    "test_surroundings.py::test_learners_that_keep_data_are_one": ("[gated_oja]",),
+    "test_surroundings.py::test_learners_that_keep_data_or_a_layer_are_one_graph": ("[gated_oja",),
     "test_surroundings.py::test_compiled_for_any_length": ("[3]",),
     "test_surroundings.py::test_a_setting_that_is_assigned": (),
     "test_surroundings.py::test_autocast_of_a_gpu": SOME_LAYERS,
