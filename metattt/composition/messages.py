@@ -97,7 +97,8 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
         inner = OF_THE_INNER_LOOP.get(suggestion)
         other = f" (`{inner}` is that of the inner loop.)" if inner in keys else ""
         return f"{said} Did you mean `{suggestion}`?{other}"
-    return f"{said} It has: {', '.join(sorted(fields)) or 'none'}."
+    added = f" To add one, write `+{full_key}._target_=<class>`." if owner == "callbacks" else ""
+    return f"{said} It has: {', '.join(sorted(fields)) or 'none'}.{added}"
 
 
 def known_keys(node: Any) -> dict[str, str]:

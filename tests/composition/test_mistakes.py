@@ -77,6 +77,7 @@ MESSAGES = {  # what is typed, and what the message says
     "preset=tiny model=vision_transformer": "sets `model.num_layers`, but the chosen model has no `num_layers`.\nLeave out preset=tiny",
     "~model.vocab_size": "cannot be removed",
     "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
+    "callbacks.say._target_=my.Callback": "To add one, write `+callbacks.say._target_=<class>`.",
     "text=a.txt": "`text` is not chosen by name in `metattt train`",
     "~data": "`~data` removes what `metattt train` needs",
 }
