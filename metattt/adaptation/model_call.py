@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+from metattt.models.language_model import document_starts
 
 
 class Given(threading.local):
@@ -101,8 +102,7 @@ class Call:
         given.mask, given.cache, given.read_before, given.starts = mask, None, None, None
         given.embeddings = words.get("inputs_embeds")
         if mask is None and isinstance(places, Tensor) and places.ndim == 2:  # as Transformers sees packed documents
-            starts = places.diff(dim=1, prepend=places[:, :1] - 1) != 1
-            given.starts = starts if bool(starts.any()) else None
+            given.starts = document_starts(places)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         words = (*args, *kwargs.values())

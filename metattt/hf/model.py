@@ -19,7 +19,7 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.hf.cache import MetaTTTCache
 from metattt.hf.config import MetaTTTConfig
-from metattt.models.language_model import LanguageModel
+from metattt.models.language_model import LanguageModel, document_starts
 from metattt.optional import need
 
 need("transformers", extra="hf", what="metattt.hf")
@@ -98,6 +98,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         cache: MetaTTTCache | None = None,
         tokenizer: Any = None,
+        position_ids: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the state to go on from.
 
@@ -115,6 +116,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             num_items_in_batch: labels that count in all batches of a step, over which the loss is a mean.
             inputs_embeds, output_attentions, output_hidden_states: not there; libraries hand them on unasked.
             tokenizer: not used; `generate(stop_strings=...)` hands it on.
+            position_ids: `[B or 1, T]`; without an attention_mask, a document begins where they begin again (as
+                `DataCollatorWithFlattening` packs them). Layers count tokens themselves.
 
         Raises:
             MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model
@@ -149,7 +152,9 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             logits = cache.advance(self.model, input_ids[:, 0], within).unsqueeze(1)
         else:
             state, donate = None if cache is None else cache.give_up(), not torch.is_grad_enabled()
-            logits, state = self.model.step(input_ids, state, mask, last_only=last_only, donate_state=donate)
+            first = document_starts(position_ids) if mask is None and position_ids is not None else None
+            first = None if first is None else first.expand(input_ids.shape)
+            logits, state = self.model.step(input_ids, state, mask, first, last_only=last_only, donate_state=donate)
             if cache is not None:
                 cache.take(state, input_ids.shape[1])
         loss = None

@@ -247,3 +247,9 @@ class LanguageModel(Backbone):
             raise MetaTTTError(
                 "a model with causal=False may see the token that it is to predict: set model.causal=true"
             )
+
+
+def document_starts(position_ids: Tensor) -> Tensor | None:
+    """`[B, T]` where positions begin again, by which Transformers tells packed documents apart; None: nowhere."""
+    first = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
+    return first if bool(first.any()) else None

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -97,7 +98,7 @@ def test_trainer_trains_and_what_it_saves_is_loaded(model: MetaTTTForCausalLM, t
     torch.testing.assert_close(second.model.state_dict(), model.state_dict())  # type: ignore[union-attr]
 
 
-def test_the_loss_of_padded_batches_is_that_of_single_texts(
+def test_the_loss_of_padded_and_packed_batches_is_that_of_single_texts(
     model: MetaTTTForCausalLM, tokenizer: Any, tmp_path: Path
 ) -> None:
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -109,6 +110,9 @@ def test_the_loss_of_padded_batches_is_that_of_single_texts(
     count = sum(len(one["input_ids"]) - 1 for one in data)
     torch.testing.assert_close(loss, torch.stack(sums).sum() / count)
     torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(2 * count)).loss, loss / 2)
+    packed = DataCollatorWithFlattening(return_tensors="pt")([{"input_ids": one["input_ids"]} for one in data])
+    assert packed["position_ids"].shape[0] == 1
+    torch.testing.assert_close(model(**packed).loss, loss)
     smoothed = trainer(model, tokenizer, tmp_path, label_smoothing_factor=1e-9)  # which shifts the labels itself
     torch.testing.assert_close(smoothed.compute_loss(model, dict(batch)), loss)
 
