@@ -100,6 +100,7 @@ def _prepare(chosen: Any, folder: Path, console: Console, library: Any) -> dict[
     if (known := _written(folder, said, tokenizer.identity, stamp)) is not None:
         console.print(f"{_shown(folder)} is complete already", markup=False)
         return known
+    folder = folder.resolve()  # of a link, the empty folder that it leads to
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     new, cache = part / "new", part / "cache"

@@ -103,6 +103,9 @@ def test_a_run_does_not_mix_with_another(corpus: Path, prepared: Path, tmp_path:
     assert run(corpus, prepared) == 0 and content(prepared) == before
     (tmp_path / "mine").mkdir()
     assert run(corpus, tmp_path / "mine") == 0  # a folder that is empty
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    assert run(corpus, tmp_path / "link") == 0 and content(tmp_path / "disk") == content(prepared)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     assert "holds other files" in refused(corpus, tmp_path / "other")
