@@ -122,9 +122,12 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
         way = "add data=shards" if key == "data.path" else f"metattt train data=shards data.path={root} reads them"
         raise MetaTTTError(f"{key}={root} holds shards of metattt prepare, not text: {way}")
     there = list(walk(root))
-    files = sorted(file for file in there if file.suffix.lower() in SUFFIXES and file.is_file())
-    if packed := [file for file in there if PACKED.search(file.name)]:
-        warn_once("%s=%s: compressed files are left out (%d, as %s)", key, root, len(packed), min(packed).name)
+    text = [file for file in there if file.suffix.lower() in SUFFIXES]
+    files = sorted(file for file in text if file.is_file())
+    packed, lost = [file for file in there if PACKED.search(file.name)], [file for file in text if not file.exists()]
+    for what, left in (("compressed files", packed), ("links that lead nowhere", lost)):
+        if left:
+            warn_once("%s=%s: %s are left out (%d, as %s)", key, root, what, len(left), min(left).name)
     if not files:
         raise MetaTTTError(f"{key}={root} holds no files that can be read: use {suffixes}")
     return [(file, root) for file in files]

@@ -244,10 +244,12 @@ def test_no_file_is_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptur
     assert found == {"A.TXT": "upper", "b.JSONL:1": "row", "own/c.txt": "own", "other/d.txt": "linked"}
     assert not caplog.records
     (outside / "e.jsonl.gz").touch()
+    (base / "f.txt").symlink_to(tmp_path / "unmounted.txt")
     read_documents(str(base), "text")
     read_documents(str(base), "text")
     assert [one.getMessage() for one in caplog.records] == [
-        f"data.path={base}: compressed files are left out (1, as e.jsonl.gz)"
+        f"data.path={base}: compressed files are left out (1, as e.jsonl.gz)",
+        f"data.path={base}: links that lead nowhere are left out (1, as f.txt)",
     ]
 
 
