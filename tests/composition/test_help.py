@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,13 @@ def test_completion(
     monkeypatch.setenv("COMP_LINE", line)
     assert main(["-sc", "query=bash"]) == 0
     assert expected is None or capsys.readouterr().out.split() == expected
+
+
+def test_output_that_is_closed_is_no_fault() -> None:
+    """As `metattt ... >&-`."""
+    command = f"exec {shlex.quote(sys.executable)} -m metattt layers >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["layers"]])
