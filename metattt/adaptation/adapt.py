@@ -55,7 +55,7 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
         model, chosen.fast, instantiate_part(cfg, "optimizer"), chosen.rank, chosen.context, chosen.frozen_blocks,
         chosen.clip, chosen.seed,
     )  # fmt: skip
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     learned = sum(value.numel() for value in adapter.fast.start.values())
     count = f"{len(documents):,} documents, {sum(map(len, documents)):,} tokens"
     seen = "carries its state" if adapter.carries else f"sees {adapter.context:,} tokens before a mini-batch (context)"

@@ -25,7 +25,6 @@ import xxhash
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from metattt.composition.messages import first_line
 from metattt.composition.settings import settings
@@ -66,7 +65,7 @@ def prepare(cfg: DictConfig) -> int:
             another process writes to, a full disk.
     """
     chosen = settings(cfg, target="no folder for the tokens is given: add target=<a new folder>")
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     folder = path_of(chosen.target, "target")
     library = need("datasets", extra="text", what="metattt prepare")
     if not sys.stderr.isatty():
@@ -75,12 +74,12 @@ def prepare(cfg: DictConfig) -> int:
         with _stopped_by_signals():
             manifest = _prepare(chosen, folder, console, library)
     except KeyboardInterrupt as stop:
-        console.print(f"stopped. To resume, run the same command again: target={_shown(folder)}", markup=False)
+        console.print(f"stopped. To resume, run the same command again: target={_shown(folder)}")
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except Exception as error:
         raise _in_one_line(error, folder) from error
     table = Table("split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens")))
-    table.title = Text(_shown(folder))
+    table.title = _shown(folder)
     for split, counts in manifest["splits"].items():
         megabytes, tokens = counts["bytes"] / 1e6, counts["tokens"] / 1e6
         table.add_row(split, f"{counts['documents']:>10,}", f"{megabytes:>10,.1f}", f"{tokens:>10,.2f}")
@@ -98,7 +97,7 @@ def _prepare(chosen: Any, folder: Path, console: Console, library: Any) -> dict[
     said = {"source": "; to validate: ".join(names), **{key: getattr(chosen, key) for key in SAME}}
     stamp = _stamp(given)
     if (known := _written(folder, said, tokenizer.identity, stamp)) is not None:
-        console.print(f"{_shown(folder)} is complete already", markup=False)
+        console.print(f"{_shown(folder)} is complete already")
         return known
     folder = folder.resolve()  # of a link, the empty folder that it leads to
     part = folder.with_name(f"{folder.name}.part")

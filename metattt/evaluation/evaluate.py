@@ -74,7 +74,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     files = checkpoints(chosen.checkpoint)
     names = labels(files, chosen.labels)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     kinds = ["metattt.evaluation.tasks"] if chosen.tasks else [scored_by(one) for one in known]
     for name, kind in zip(names, kinds, strict=False):
         if kind != kinds[0]:

@@ -68,7 +68,7 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         with drawn_alike(model):
             scores[name] = score(model, loader, chosen.inner_loss_windows if chosen.inner_loss else 0)
         if chosen.inner_loss and not scores[name].inner:
-            job.console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image", markup=False)
+            job.console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image")
     _print(job.console, scores, chosen.split)
     with job.report("images") as made:
         figures = ([name, one.images, one.top1, one.top5, one.loss] for name, one in scores.items())

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
@@ -109,20 +108,20 @@ def report(output_dir: str | None, default: Path, name: str, console: Console) -
             f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
         ) from error
     for path in made.written:
-        console.print(f"written  {path}", markup=False)
+        console.print(f"written  {path}")
     if made.missing is not None:
-        console.print(made.missing, markup=False)
+        console.print(made.missing)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> Table:
     """A table for the console, whose first `left` columns are texts and the others numbers: integers with separators,
     others with four digits behind the point."""
-    made = Table(title=escape(title), title_justify="left")
+    made = Table(title=title, title_justify="left")
     for place, name in enumerate(columns):
-        made.add_column(escape(name), justify="left" if place < left else "right")
+        made.add_column(name, justify="left" if place < left else "right")
     for row in rows:
         cells = (f"{one:,}" if isinstance(one, int) else f"{one:.4f}" if isinstance(one, float) else one for one in row)
-        made.add_row(*(escape(str(one)) for one in cells))
+        made.add_row(*map(str, cells))
     return made
 
 

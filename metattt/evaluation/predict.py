@@ -111,7 +111,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
                     continue
                 picture = str(files[number].relative_to(root))
                 predictions.append(Prediction(picture, [names[k] for k in classes], shares))
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     _print(console, predictions)
     if skipped:
         console.print(f"skipped  {skipped} files that cannot be read")

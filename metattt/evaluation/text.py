@@ -61,7 +61,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
             scores[name] = score(model, tracked(data.loader(split), "evaluating"), sizes, chosen.segment, start)
             skipped = inner_loss.unmeasured(model) if chosen.inner_loss else {}
             for number, reason in skipped.items():
-                job.console.print(f"no inner-loss curves of {name}, layer {number}: {reason}", markup=False)
+                job.console.print(f"no inner-loss curves of {name}, layer {number}: {reason}")
             if chosen.inner_loss and len(skipped) < len(model.blocks):
                 windows = tracked(data.loader(split), "inner losses")
                 curves[name] = inner_loss.average(model, windows, count, chosen.segment)
@@ -73,10 +73,10 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     others = [name for name, run in runs.items() if not run or run.get("path") != texts[name].get("path")]
     if split == "validation" and others:
         line = f"{', '.join(others)}: this is not the text of its run, which may have trained on what is held out here"
-        job.console.print(line, markup=False)
+        job.console.print(line)
     elif split == "validation" and not job.changes and (changed := _changed(job.known, data)):
         line = f"{', '.join(changed)}: the text has changed since, and the run may have trained on what is held out now"
-        job.console.print(line, markup=False)
+        job.console.print(line)
     job.console.print(table(f"{split} text of {data.source}", columns, totals))
     if len(edges) - 1 <= ROWS:
         job.console.print(by_position.bits_by_position(scores, edges))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
 from metattt.errors import MetaTTTError, check_choice
@@ -120,7 +119,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     means = _over_seeds(found, keys, by) if told_apart else []
     tables = [[few, *(run.texts(few) for run in found)]]
     tables += [[list(means[0]), *(list(row.values()) for row in means)]] if means else []
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:  # a file has no width
         console.width = 10**4
     for title, (head, *lines) in zip((f"{folder}, by {by}", "over seeds"), tables, strict=False):
@@ -128,16 +127,16 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         widths, kept = [max(map(len, cells)) + 3 for cells in zip(names, *lines, strict=True)], len(names)
         while sum(widths[:kept]) >= console.width and not head[kept - 1].endswith(by):
             kept -= 1
-        folded = (Column(escape(one), overflow="fold") for one in names[:kept])
-        table = Table(*folded, title=escape(title), title_justify="left")
+        folded = (Column(one, overflow="fold") for one in names[:kept])
+        table = Table(*folded, title=title, title_justify="left")
         for line in lines:
-            table.add_row(*map(escape, line[:kept]))
+            table.add_row(*line[:kept])
         console.print(table, soft_wrap=False)
         if names[kept:]:
-            console.print(f"for a wider terminal: {', '.join(names[kept:])}", markup=False)
+            console.print(f"for a wider terminal: {', '.join(names[kept:])}")
     for run in found:
         if run.message:
-            console.print(f"{run.name}: {run.state}: {run.message}", markup=False)
+            console.print(f"{run.name}: {run.state}: {run.message}")
     home = output_dir or folder
     home.mkdir(parents=True, exist_ok=True)
     text = io.StringIO(newline="")
@@ -145,9 +144,9 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     write_whole(home / FILES[0], text.getvalue().encode())
     write_whole(home / FILES[1], "\n".join(map(_markdown, tables)).encode())
     if missing := absence("matplotlib", extra="train", what="a picture"):
-        console.print(missing, markup=False)
+        console.print(missing)
     drawn = missing is None and _draw(home / FILES[2], found, by)
-    console.print("  ".join(str(home / name) for name in FILES[: 3 if drawn else 2]), markup=False)
+    console.print("  ".join(str(home / name) for name in FILES[: 3 if drawn else 2]))
     return sum(run.state not in DONE for run in found)
 
 

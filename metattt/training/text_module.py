@@ -287,8 +287,8 @@ class TextJob(Job):
         with torch.compiler.set_stance("force_eager"):
             text = data.tokenizer.decode([int(token) for token in tokens])
         console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
-        console.print(printable(prompt), style="dim", end="", markup=False)
-        console.print(printable(text), markup=False)
+        console.print(printable(prompt), style="dim", end="")
+        console.print(printable(text))
 
 
 def printable(text: bytes) -> str:

@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 import re
+import shlex
 import signal
 import time
 import warnings
@@ -77,7 +78,7 @@ def train(cfg: DictConfig) -> int:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a run that diverges.
     """
     first = is_first()
-    console = Console(highlight=False, soft_wrap=True, quiet=not first)  # one of several processes prints
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not first)  # one of several processes prints
     _quiet_lightning()
     check_given(cfg)
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
@@ -153,7 +154,7 @@ def _run(begin: Start, console: Console) -> int:
     except Interrupted as stop:
         own = own_modules(to_names(OmegaConf.to_container(cfg)))
         words = [f"resume={folder}", *([as_override(own)] if own else [])]
-        console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train {' '.join(words)}")
+        console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train {shlex.join(words)}")
         return 0 if started_by_the_run() else stop.exit_code
     except SystemExit:  # Lightning's own end after Ctrl-C
         if _callback(trainer, Checkpoints) is not None:
@@ -167,7 +168,7 @@ def _run(begin: Start, console: Console) -> int:
             trainer.strategy.launcher.kill(signal.SIGKILL)  # a stopped process would hang
         raise MetaTTTError(
             f"another process of the run has died or hangs ({first_line(error):.200}). To resume: metattt train "
-            f"resume={folder}"
+            f"{shlex.quote(f'resume={folder}')}"
         ) from error
     finally:
         for logger in trainer.loggers:

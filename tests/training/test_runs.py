@@ -115,14 +115,14 @@ def test_a_signal_stops_between_two_steps_and_resume_is_exact(
     variant: str, number: int, step: int, hook: str, corpus: Path, undisturbed: dict[str, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    run, before = tmp_path / "run", [signal.getsignal(one) for one in SIGNALS]
+    run, before = tmp_path / "my [a] run", [signal.getsignal(one) for one in SIGNALS]
     draw(monkeypatch)
     with monkeypatch.context() as patch:
         send(patch, number, step, hook)
         assert train(eight(corpus, run, *VARIANTS[variant])) == 128 + number
     reached = step if hook == "validation_step" else step + 1
     said = capsys.readouterr().out
-    assert f"stopped at step {reached} ({signal.Signals(number).name})" in said and f"train resume={run}" in said
+    assert f"stopped at step {reached} ({signal.Signals(number).name})" in said and f"train 'resume={run}'" in said
     assert steps(run)[0] == reached and not (run / LOCK).exists()
     assert [signal.getsignal(one) for one in SIGNALS] == before
     assert train(compose(f"resume={run}")) == 0

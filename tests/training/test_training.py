@@ -27,14 +27,14 @@ def test_a_run_leaves_its_files_learns_and_prints_the_comparison(
     corpus: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = [one for one in TINY if "progress" not in one and one != "sample=false"]
-    settings = (f"data.path={corpus}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4", "trainer.val_check_interval=1")
+    settings = (f"data.path={corpus}", f"output_dir={tmp_path / '[run]'}", "trainer.max_steps=4", "trainer.val_check_interval=1")
     assert train(compose(*shown, *settings)) == 0
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"checkpoints", "metrics.csv", "loss_curve.png", "run.yaml"}
-    assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in (tmp_path / "[run]").iterdir()} == {"checkpoints", "metrics.csv", "loss_curve.png", "run.yaml"}
+    assert (tmp_path / "[run]" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     for name in ("train/loss", "validation/bits_per_byte"):
-        assert list(column(tmp_path / "run", name)) == [1, 2, 3, 4]
+        assert list(column(tmp_path / "[run]", name)) == [1, 2, 3, 4]
     output = capsys.readouterr()
-    for words in ("order-2 byte model", "model / order-2", "parameters", "4 steps of 32 tokens", "checkpoints/step-00000004", "sample"):
+    for words in ("order-2 byte model", "model / order-2", "parameters", "4 steps of 32 tokens", "[run]/checkpoints/step-00000004", "sample"):
         assert words in output.out
     assert len(output.err.splitlines()) <= 12  # not a terminal: a line now and then, no bar
     losses = column(finished, "train/loss")
