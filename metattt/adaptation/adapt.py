@@ -26,7 +26,7 @@ from metattt.data.documents import read_documents
 from metattt.data.tokenizers import MOST_BYTES, Tokenizer, document_tokens, tokenizer_of
 from metattt.errors import MetaTTTError
 from metattt.evaluation.by_position import Scores, bin_edges, bits_by_position
-from metattt.evaluation.output import report, table
+from metattt.evaluation.output import report, table, writable
 from metattt.io import read_object, read_text
 from metattt.optional import need
 
@@ -47,7 +47,8 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     chosen = settings(cfg, checkpoint=NO_CHECKPOINT)
     if OmegaConf.is_missing(cfg.data, "path"):
         raise MetaTTTError("no texts are given: add data.path=<file, folder or list of these>")
-    model, tokenizer, folder = load_causal(chosen)
+    model, tokenizer, beside = load_causal(chosen)
+    folder = writable(chosen.output_dir, beside / "eval")
     texts = read_documents(chosen.data["path"], chosen.data["text_key"], most=chosen.data["documents"])
     most = chosen.data["max_tokens"]  # copied: a view would keep all tokens of a long text
     documents = [torch.tensor(document_tokens(tokenizer, one.text)[:most]) for one in texts]
@@ -81,7 +82,7 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     console.print(bits_by_position(results, edges))
     if chosen.audit:
         _audit(adapter, documents, chosen, console)
-    with report(chosen.output_dir, folder / "eval", "adapt", console) as made:
+    with report(folder, "adapt", console) as made:
         made.csv("adapt", ("model", "position", "nats", "bytes"), _rows(results))
         curves = {
             f"{name}: {one.bits_per_byte:.3f}": [one.between(*bin_).bits_per_byte for bin_ in pairwise(edges)]

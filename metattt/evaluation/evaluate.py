@@ -20,7 +20,7 @@ from metattt.checkpoints.trained import Trained, load_model, open_trained
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.errors import MetaTTTError
-from metattt.evaluation.output import Report, report
+from metattt.evaluation.output import Report, report, writable
 
 TEXT = "metattt.evaluation.text"  # scores models of text, and those of data that names no other module
 
@@ -35,6 +35,7 @@ class Evaluation:
         known: label -> what is known of the checkpoint.
         device: where the models compute.
         trust: modules of the user's whose classes the checkpoints may name.
+        folder: of the files that are written: `output_dir`, or beside the first checkpoint.
         console: to print on.
     """
 
@@ -42,6 +43,7 @@ class Evaluation:
     known: Mapping[str, Trained]
     device: torch.device
     trust: Sequence[str]
+    folder: Path
     console: Console
 
     @property
@@ -58,9 +60,8 @@ class Evaluation:
         return instantiate_part(OmegaConf.create({"data": source}), "data")
 
     def report(self, name: str) -> AbstractContextManager[Report]:
-        """The files that are written: in `output_dir`, or beside the first checkpoint."""
-        first = next(iter(self.known.values()))
-        return report(self.chosen.output_dir, home(first.path) / "eval", name, self.console)
+        """The files that are written."""
+        return report(self.folder, name, self.console)
 
 
 def evaluate(cfg: DictConfig) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     files = checkpoints(chosen.checkpoint)
     names = labels(files, chosen.labels)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
+    folder = writable(chosen.output_dir, home(known[0].path) / "eval")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     kinds = ["metattt.evaluation.tasks"] if chosen.tasks else [scored_by(one) for one in known]
     for name, kind in zip(names, kinds, strict=False):
@@ -82,7 +84,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
             raise MetaTTTError(
                 f"{names[0]} is a model of {one}, and {name} one of {other}: evaluate them one after the other"
             )
-    job = Evaluation(chosen, dict(zip(names, known, strict=True)), device, trust, console)
+    job = Evaluation(chosen, dict(zip(names, known, strict=True)), device, trust, folder, console)
     scores: dict[str, Any] = importlib.import_module(kinds[0]).evaluate(job)
     return scores
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,14 +93,26 @@ class Report:
         figure.savefig(self.path(name, ".png"))
 
 
+def writable(output_dir: str | None, default: Path) -> Path:
+    """The folder of a report, `output_dir` or else `default`, which need not exist: asked for before the work.
+
+    Raises:
+        MetaTTTError: it cannot be written.
+    """
+    folder = path_of(output_dir, "output_dir") if output_dir else default
+    there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise MetaTTTError(f"{folder} cannot be written: set output_dir=<a folder of yours>")
+    return folder
+
+
 @contextmanager
-def report(output_dir: str | None, default: Path, name: str, console: Console) -> Iterator[Report]:
-    """A `Report` in `output_dir`, or in the folder `default`; afterwards its files are named on the console.
+def report(folder: Path, name: str, console: Console) -> Iterator[Report]:
+    """A `Report` in a folder; afterwards its files are named on the console.
 
     Raises:
         MetaTTTError: the folder cannot be written.
     """
-    folder = path_of(output_dir, "output_dir") if output_dir else default
     try:
         made = Report(folder, name)
         yield made

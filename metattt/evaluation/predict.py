@@ -22,7 +22,7 @@ from metattt.data.documents import walk
 from metattt.data.images import CorruptImage, image_suffixes, in_colours
 from metattt.errors import MetaTTTError
 from metattt.evaluation.images import drawn_alike, recorded_classes
-from metattt.evaluation.output import finite, report, table, tracked
+from metattt.evaluation.output import finite, report, table, tracked, writable
 from metattt.io import path_of
 from metattt.optional import need
 
@@ -85,6 +85,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     found = open_trained(file, (*OF_TRAINING, "data"), trust)
     if "num_classes" not in found.config.model:
         raise MetaTTTError(f"{chosen.checkpoint} is a language model: metattt predict takes classifiers of images")
+    folder = writable(chosen.output_dir, home(file) / "predict")
     device = pick_device(chosen.device)
     model: Any = load_model(file, device, trust)[0]
     names = class_names(file, model.num_classes)
@@ -115,7 +116,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     _print(console, predictions)
     if skipped:
         console.print(f"skipped  {skipped} files that cannot be read")
-    with report(chosen.output_dir, home(file) / "predict", "predictions", console) as made:
+    with report(folder, "predictions", console) as made:
         columns = ["picture", *(f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))]
         written = ([one.name, *chain(*zip(one.classes, one.probabilities, strict=True))] for one in predictions)
         made.csv("predictions", columns, written)

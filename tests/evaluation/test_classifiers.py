@@ -284,6 +284,7 @@ def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> N
     (("predict", "checkpoint={text}", "source={a}"), "is a language model"),
     (("predict", "checkpoint={a}"), "no pictures are given"),
     (("predict", "checkpoint={a}", "source=/nowhere"), "does not exist"),
+    (("predict", "checkpoint={a}", "source=/nowhere", "output_dir={a}/metrics.csv"), "cannot be written"),  # told first
     (("predict", "checkpoint={a}", "source={a}/checkpoints"), "holds no pictures"),
     (("predict", "checkpoint={a}", "source={a}", "top=0"), "top=0 is not allowed"),
     (("generate", "checkpoint={a}"), "model for images"),
