@@ -34,7 +34,8 @@ def test_a_run_leaves_its_files_learns_and_prints_the_comparison(
     for name in ("train/loss", "validation/bits_per_byte"):
         assert list(column(tmp_path / "[run]", name)) == [1, 2, 3, 4]
     output = capsys.readouterr()
-    for words in ("order-2 byte model", "model / order-2", "parameters", "4 steps of 32 tokens", "[run]/checkpoints/step-00000004", "sample"):
+    checkpoint = "[run]/checkpoints/step-00000004"
+    for words in ("order-2 byte model", "model / order-2", "parameters", "4 steps of 32 tokens", checkpoint, "sample"):
         assert words in output.out
     assert len(output.err.splitlines()) <= 12  # not a terminal: a line now and then, no bar
     losses = column(finished, "train/loss")
