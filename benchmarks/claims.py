@@ -9,6 +9,7 @@ a file has can be set: `sizes.cpu.seeds=[0,1]`.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -81,7 +82,7 @@ def main(words: Sequence[str]) -> int:
         report = KINDS[kind](claim, runner)
     took = sum(one.seconds for one in runner.results.values())
     report.notes = [
-        "", f"`python benchmarks/claims.py {' '.join(words)}`", "", *report.notes,
+        "", f"`python benchmarks/claims.py {shlex.join(words)}`", "", *report.notes,
         f"- {len(runner.results)} jobs took {took / 60:.1f} minutes of computing together",
     ]  # fmt: skip
     for path in report.write(results, claim.size, threads=given.threads, cores=len(os.sched_getaffinity(0))):
@@ -125,6 +126,8 @@ def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]
         check_choice(f"sizes.{size}.rows", one, content.rows)
         row = content.rows[one]
         row = {"overrides": row} if isinstance(row, list) else row
+        if not isinstance(row, dict) or not isinstance(row.get("overrides"), list):
+            raise MetaTTTError(f"rows.{one}={row} is not allowed: give a list of overrides, or `overrides: [...]`")
         found.append(Row(one, tuple(row["overrides"]), row.get("reported")))
     same = {one.name: getattr(content, one.name) for one in fields(Asked)}
     of_size = vars(section) | {"rows": found, "overrides": [*content.overrides, *section.overrides]}

@@ -141,6 +141,11 @@ def test_every_row_composes_and_is_not_reported_on_what_it_was_chosen_on(name: s
                 assert cfg.data.get("test_fraction", 1) > 0 and "split=test" in claim.evaluate
 
 
+@pytest.mark.parametrize("row", ["lr=1", "{reported: 1}", "{overrides: lr=1}"])
+def test_a_row_without_overrides_is_one_line(row: str) -> None:
+    refusal(lambda: claims.read("table1", "smoke", [f"rows.mine={row}", "sizes.smoke.rows=[mine]"]), "rows.mine=")
+
+
 def test_a_claim_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +158,8 @@ def test_a_claim_goes_on_where_it_was(
     assert "job 2/2 learnable_lr lr=0.003 seed=1 test: finished before" in capsys.readouterr().out
     first, again = ((tmp_path / name / "table1" / "smoke.csv").read_text() for name in ("first", "again"))
     assert first == again and "learnable_lr,1,0.003" in first
-    assert "python benchmarks/claims.py table1 size=smoke" in (tmp_path / "first/table1/smoke.md").read_text()
+    told = (tmp_path / "first/table1/smoke.md").read_text()
+    assert "python benchmarks/claims.py table1 size=smoke 'sizes.smoke.rows=[learnable_lr]'" in told
 
 
 def test_a_cell_runs_again_if_it_failed_or_its_configuration_changed(
