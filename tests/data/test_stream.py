@@ -173,6 +173,7 @@ def test_two_processes_train_as_one(files: str, tmp_path: Path, whole: Path) -> 
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (("data.path=/nowhere/a.jsonl.gz",), "cannot be opened as a dataset"),
+    (("data.path={here}/cut.jsonl.gz",), "marker was reached in {here}/cut.jsonl.gz"),
     (("data.path=/nowhere/a.bin",), "has an unknown format"),
     (("data.shuffle=0",), "data.shuffle=0 is not allowed"),
     (("data.context_length=100000",), "set data.context_length="),
@@ -185,7 +186,9 @@ def test_two_processes_train_as_one(files: str, tmp_path: Path, whole: Path) -> 
 def test_refusals_are_a_line_or_two(
     files: str, tmp_path: Path, overrides: tuple[str, ...], message: str, told: Callable[..., str]
 ) -> None:
-    assert message in told("train", *TINY, f"data.path='{files}'", f"output_dir={tmp_path / 'run'}", *overrides)
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "of a download that broke"}')[:-9])
+    overrides = tuple(one.format(here=tmp_path) for one in overrides)
+    assert message.format(here=tmp_path) in told("train", *TINY, f"data.path='{files}'", f"output_dir={tmp_path / 'run'}", *overrides)
 
 
 def test_a_format_and_files_and_paths_of_the_working_directory(
