@@ -68,6 +68,21 @@ def test_a_reset_on_padding_is_never_dropped() -> None:
     assert torch.allclose(parts, whole[:, 4:], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["delta_net", "ttt_linear", "titans", "mamba"])
+def test_flags_are_read_once(name: str) -> None:
+    """A loader fills its buffers again before the backward pass, as with several forward passes to one loss."""
+    made, x = metattt.build(name, dim=32, num_heads=2, seed=0), torch.randn(2, 40, 32)
+    found = []
+    for refilled in (False, True):
+        reset, mask = (torch.arange(40) == 16).repeat(2, 1), (torch.arange(40) < 36).repeat(2, 1)
+        y = made(x, mask=mask, reset=reset)[0].square().sum()
+        if refilled:
+            reset.logical_not_(), mask.logical_not_()
+        leaves = [x for x in made.parameters() if x.requires_grad]
+        found.append(torch.autograd.grad(y, leaves, materialize_grads=True))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("settings", [["learner.learn_init=true"], ["learner.kernel=nearest"], ["task.kv_heads=1"]])
 def test_attention_to_packed_documents_is_computed_in_pieces(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
