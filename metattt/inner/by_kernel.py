@@ -83,9 +83,9 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, packing: Packing | None)
         tokens, memory[slot], {}, None, 1, loop.matmul_dtype, loop.group_size,
         rule.read == "exclusive", rule.gradient_at == "decayed",
     )  # fmt: skip
-    if packing is not None and packing.first is not None and packing.host is not None:
-        origin = loop.start(1, tokens.gates.eta.dtype)
-        given = given._replace(begins=packing.host[1], origin=content(origin, slot) or {})
+    if packing is not None and packing.first is not None:
+        begins = packing.first if packing.host is None else packing.host[1]
+        given = given._replace(begins=begins, origin=content(loop.start(1, tokens.gates.eta.dtype), slot) or {})
     kernel = kernel_of(loop.plan, given)
     if kernel is None:
         return None
@@ -122,8 +122,8 @@ def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
                 reason: str | None = f"for {kernel.device}"
             elif given.tokens.generalised and kernel.anchor != "online":
                 reason = "it knows no erase views, no several pairs a token and no labels of another shape than keys"
-            elif torch.compiler.is_compiling() and not kernel.traceable:
-                reason = "not under torch.compile"
+            elif torch.compiler.is_compiling() and (not kernel.traceable or given.begins is not None):
+                reason = "not under torch.compile, or not with packed documents there"
             else:
                 reason = kernel.reason_rejected(given)
             if reason is None:

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.cpu.native import load
 from metattt.kernels.online_linear.naive import online_linear
 from metattt.kernels.online_linear.native import SOURCE, NativeOnlineDot, NativeOnlineLinear
+from metattt.kernels.online_linear.rule import OnlineLinear, pairs_of
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Momentum
+from metattt.state import Tensors
 from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import compare, distance, run
@@ -179,3 +181,29 @@ def test_compilers_and_transforms_take_the_forms(name: str) -> None:
         torch.func.vmap(lambda row: layer(row[None])[0][0])(x),
     ]
     assert max(distance(y.detach(), expected) for y in found) < 1e-5
+
+
+class Traceable(OnlineLinear):
+    """A kernel of one's own that a compiler looks into, and that knows nothing of documents."""
+
+    name, device, traceable = "online_linear.own", "cpu", True
+
+    def reason_rejected(self, given: MiniBatches) -> str | None:
+        return None
+
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+        k, v, q, p, b, eta, a = pairs_of(given.tokens)
+        ((name, w),) = given.weights.items()
+        y, after = online_linear(k, v, q, eta, w, p=p, b=b, a=a, erases=self.erases, decayed=given.decayed)
+        return y, {name: after}
+
+
+@pytest.mark.slow
+def test_documents_are_apart_with_a_kernel_of_ones_own() -> None:
+    """Also under `torch.compile`, which does not know where they begin, and so takes the forms."""
+    torch._dynamo.reset()
+    layer, x = build("layer=delta_net", dim=16, num_heads=2, seed=0), torch.randn(2, 3, 16)
+    reset = torch.arange(3) == torch.tensor([[1], [2]])
+    expected, layer.plan.kernels = layer(x, reset=reset)[0], [Traceable()]
+    for call in (layer, torch.compile(layer, backend="eager")):
+        assert distance(call(x, reset=reset)[0], expected) < 1e-5
