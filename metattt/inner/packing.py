@@ -150,7 +150,7 @@ def pack(mask: Tensor | None, reset: Tensor | None, device: torch.device) -> Pac
             return None
         order = None if mask is None else _order(mask)
         return Packing(order, *_sorted(mask, reset, order), None)
-    # The one time that the host waits for the device. A copy: a backward pass reads it, when the caller's may hold more.
+    # The one time that the host waits for the device. A copy: a backward pass reads it, the caller's may be refilled.
     flags = [None if x is None else x.to("cpu", copy=True) for x in (mask, reset)]
     if flags[0] is not None and flags[0].all():
         mask = flags[0] = None
