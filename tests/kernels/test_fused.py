@@ -127,6 +127,19 @@ def test_gradients_of_gradients(name: str, bound: float) -> None:
         assert (one - other).norm() <= bound * other.norm() + 1e-6
 
 
+@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
+def test_a_state_that_is_donated_before_the_backward_pass(name: str) -> None:
+    """The kernel writes over weights that this needs, where autograd does not see it."""
+    layer, x = build(f"layer={name}", dim=32, num_heads=2), torch.randn(1, 20, 32)
+    with torch.no_grad():
+        state = layer(x)[1]
+    loss = layer(x, state)[0].sum()
+    with torch.no_grad():
+        layer(x, state, donate_state=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # -- what a kernel says it computes ------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches
@@ -90,5 +91,7 @@ def _call(
         held = sum([x.numel() for x in state[0] or ()])
         threads = max(1, min(threads, learners, count * held // SMALLEST_SHARE))
     failed = [function(passed, 0, learners)] if threads == 1 else divide(partial(function, passed), learners, threads)
+    for written in state[1::2]:  # autograd then refuses the backward pass of a call that has read a donated state
+        increment_version(written or ())
     if any(failed):
         raise MetaTTTError(f"tokens were given from place {phase if phases is None else phases.tolist()} of {size} on")
