@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.inner.columns import to_device
 from metattt.inner.documents import between_starts, packed
 from metattt.inner.execution import in_groups, plainly
 from metattt.inner.packing import Packing
@@ -85,13 +86,16 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, packing: Packing | None)
     )  # fmt: skip
     if packing is not None and packing.first is not None:
         begins = packing.first if packing.host is None else packing.host[1]
-        given = given._replace(begins=begins, origin=content(loop.start(1, tokens.gates.eta.dtype), slot) or {})
+        fresh = loop.start(1, tokens.gates.eta.dtype)
+        given = given._replace(begins=begins, origin=content(fresh, slot) or {})
     kernel = kernel_of(loop.plan, given)
     if kernel is None:
         return None
     compute = kernel.scan if given.begins is None else partial(packed, kernel)
     with torch.autocast(tokens.k.device.type, enabled=False):
         y, weights = compute(given, partial(_reference, loop, "weights"))
+    if given.begins is not None and "anchor" in memory:  # W0, which a new document has as it is now
+        memory = choose(to_device(given.begins.any(1), y.device), fresh, memory, ["anchor"])
     return y, {**memory, "weights": weights}
 
 
