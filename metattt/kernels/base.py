@@ -39,7 +39,9 @@ class Kernel(ABC):
     name: str  #: as messages show it: `<folder>.<implementation>`
     device: str  #: `cpu` or `cuda`
     anchor = "minibatch"  #: of the rules it computes; with `online`, tokens may have erase views and several pairs
-    documents = "apart"  #: packed: `scan` is called between their starts (`apart`), knows `begins` (`inside`), or `row`
+    #: how `scan` takes packed documents: `apart`, a call for the tokens between their starts; `inside`, by `begins` and
+    #: `origin`; `row`, all of them in one row of tokens
+    documents = "apart"
     traceable = False  #: whether `torch.compile` sees an operator of `torch.library` with a derivative in it
 
     @abstractmethod
@@ -74,8 +76,8 @@ class Kernel(ABC):
         """Predictions `[B, H, n·b, d]` in the type of the gates, and the weights after the last mini-batch.
 
         Differentiable in every tensor of `given`. `reference` computes the same by the dual form: for derivatives that
-        the kernel does not have (of its backward pass). With `documents = "row"` a third argument, `[N + 1]` on the
-        device or None, bounds N documents in tokens; they are packed into B = 1, each with weights `[N, H, *shape]`.
+        the kernel does not have (of its backward pass). With `documents = "row"` there is a third argument: None, or the
+        bounds `[N + 1]` of N documents (in tokens, on the device). Then B = 1, and the weights are `[N, H, *shape]`.
         """
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:

@@ -88,8 +88,8 @@ def test_views_of_16_bits(name: str) -> None:
 @pytest.mark.parametrize("rule", ["plain", "token steps"])
 @pytest.mark.parametrize("learner", ["linear", "mlp"])
 def test_packed_documents_and_padding(learner: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All mini-batches are the kernel's but the last, to which goes what sequences of any length leave open; also one's
-    that knows nothing of documents."""
+    """All mini-batches are the kernel's but the last, to which goes what sequences of any length leave open. The same
+    holds for a kernel that knows nothing of documents."""
     spec, by_forms = specimen(learner, rule), list[int]()
     fused, dual = spec.make(form="fused").float(), spec.make(form="dual").float()
     generator = torch.Generator().manual_seed(0)
