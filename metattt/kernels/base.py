@@ -76,8 +76,8 @@ class Kernel(ABC):
         """Predictions `[B, H, n·b, d]` in the type of the gates, and the weights after the last mini-batch.
 
         Differentiable in every tensor of `given`. `reference` computes the same by the dual form: for derivatives that
-        the kernel does not have (of its backward pass). With `documents = "row"` there is a third argument: None, or the
-        bounds `[N + 1]` of N documents (in tokens, on the device). Then B = 1, and the weights are `[N, H, *shape]`.
+        the kernel does not have (of its backward pass). With `documents = "row"` there is a third argument: None, or
+        the bounds `[N + 1]` of N documents (in tokens, on the device); B is 1 then, and weights are `[N, H, *shape]`.
         """
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
