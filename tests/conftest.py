@@ -89,6 +89,8 @@ def _drawn_once(plot: Callable[..., None]) -> Callable[..., None]:
 def _same_start() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()  # after eight compilations of one method in a process torch compiles it no more
     yield
     torch.set_default_dtype(torch.float32)
 

@@ -158,7 +158,6 @@ def test_tensors_without_numbers(name: str) -> None:
 
 
 def test_a_setting_that_is_assigned_after_compiling() -> None:
-    torch._dynamo.reset()
     layer = metattt.build("ttt_linear", "layer.form=dual", "optimizer.token_steps=none", dim=16, num_heads=2, seed=0)
     compiled, x = torch.compile(layer, backend="aot_eager"), torch.randn(1, 20, 16)
     with torch.no_grad():
@@ -243,7 +242,6 @@ def test_compiled_in_one_graph(name: str) -> None:
     "nested_ttt optimizer.mini_batch_size=2",
 ])  # fmt: skip
 def test_learners_that_keep_data_or_a_layer_are_one_graph(given: str) -> None:
-    torch._dynamo.reset()
     layer = metattt.build(*f"layer={given}".split(), dim=8, num_heads=2, seed=0)
     x = torch.randn(1, 5, 8)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x)[0], layer(x)[0])
@@ -252,7 +250,6 @@ def test_learners_that_keep_data_or_a_layer_are_one_graph(given: str) -> None:
 @pytest.mark.parametrize("length", [3, 5])
 def test_compiled_for_any_length_sequences_go_on_at_places_of_their_own(length: int) -> None:
     """Mini-batches that end in the call are committed, at whatever token of it."""
-    torch._dynamo.reset()
     layer = SPECIMENS["mlp"].make()
     _, state = layer(tokens(7), mask=torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]]).bool())
     x, graph = tokens(length), torch.compile(layer, backend="eager", dynamic=True)
@@ -306,7 +303,6 @@ def test_a_compiled_layer_has_the_gradients_of_the_eager_one(writes: tuple[str, 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_a_loop_has_the_gradients_of_the_eager_layer_at_every_length() -> None:
     """At 80 tokens operations in place spoiled gradients, at the second length a number of steps that was left open."""
-    torch._dynamo.reset()
     layer = metattt.build("layer=ttt_linear", "dim=64", "num_heads=4", "layer.form=dual", seed=0)
     graph = torch.compile(layer, fullgraph=True)
     for length in (80, 64):
@@ -323,7 +319,6 @@ def test_compiled_with_inductor() -> None:
 
 
 def test_compiled_with_a_carried_state() -> None:
-    torch._dynamo.reset()
     layer = SPECIMENS["dual"].make()
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
 

@@ -63,7 +63,6 @@ def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batche
         return make_boxed_func(graph.forward)
 
     layer = small(name)
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
     for length in (64, 96, 128, 37):  # the second time compile leaves the length open; the last one has a rest
         x = torch.randn(2, length, 32)
@@ -75,7 +74,6 @@ def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batche
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_compilation_for_all_lengths_and_batches(name: str) -> None:
     """With Inductor, whose own convolutions and strides would make a graph for each."""
-    torch._dynamo.reset()
     counters.clear()
     layer = small(name)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)

@@ -70,7 +70,6 @@ def test_compiled_in_one_graph(name: str) -> None:
     """`torch.compile` sees the operation as one node, with its derivative."""
     kernel, learner = KERNELS[name]
     layer = through(TTTLayer(32, 1, Reconstruction(), learner(), GradientDescent(8, token_steps="shared")), kernel)
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for length in (19, 23):  # the second time compile leaves the length open
         x = torch.randn(1, length, 32, device=DEVICE)

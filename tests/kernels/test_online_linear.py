@@ -171,7 +171,6 @@ def test_which_rules_it_computes(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated_delta_net", "rwkv7"])
 def test_compilers_and_transforms_take_the_forms(name: str) -> None:
-    torch._dynamo.reset()
     layer = build(f"layer={name}", "dim=16", "num_heads=2")
     x = torch.randn(2, 20, 16, generator=torch.Generator().manual_seed(0))
     expected = layer(x)[0].detach()
@@ -201,7 +200,6 @@ class Traceable(OnlineLinear):
 @pytest.mark.slow
 def test_documents_are_apart_with_a_kernel_of_ones_own() -> None:
     """Also under `torch.compile`, which does not know where they begin, and so takes the forms."""
-    torch._dynamo.reset()
     layer, x = build("layer=delta_net", dim=16, num_heads=2, seed=0), torch.randn(2, 3, 16)
     reset = torch.arange(3) == torch.tensor([[1], [2]])
     expected, layer.plan.kernels = layer(x, reset=reset)[0], [Traceable()]
