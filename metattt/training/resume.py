@@ -14,7 +14,8 @@ from metattt.composition.compose import compose
 from metattt.composition.overrides import key_of, left_out
 from metattt.errors import MetaTTTError
 
-RESUMABLE = ("trainer", "callbacks", "logger", "sample", "on_divergence")  # parts that a resumed run may change
+#: what a resumed run may change: parts, and single values that leave its batches and its model as they are
+RESUMABLE = ("trainer", "callbacks", "logger", "sample", "on_divergence", "compile", "data.num_workers")
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
 OF_THE_COMMAND = ("resume", "overwrite", "output_dir", "given", "name", "trust", "objective")
 PATHS = ("path", "folder", "dirpath", "save_dir", "default_root_dir")  # keys of what they write
@@ -75,10 +76,8 @@ def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def _check_resumable(key: str, said: str) -> None:
-    if key.partition(".")[0] not in RESUMABLE:
-        allowed = ", ".join(
-            [*(part if part in ("sample", "on_divergence") else f"{part}.*" for part in RESUMABLE), *MOVABLE]
-        )
+    if not _inside(key, RESUMABLE):
+        allowed = ", ".join([*(f"{part}.*" if part in WRITE else part for part in RESUMABLE), *MOVABLE])
         raise MetaTTTError(f"{said} would change the run that is resumed: only {allowed} may be given")
 
 

@@ -198,7 +198,7 @@ def test_the_data_of_a_run_may_have_moved(
     assert "data    " not in capsys.readouterr().out
     config = read_checkpoint(copy)["metattt"]["config"]
     assert config["data"]["path"] == str(run / "after") and f"data.path={run / 'after'}" in config["given"]
-    assert train(compose(f"resume={copy}", "trainer.max_steps=4")) == 0  # from where it is now
+    assert train(compose(f"resume={copy}", "trainer.max_steps=4", "data.num_workers=1", "compile=auto")) == 0  # from where it is now
 
 
 @pytest.mark.parametrize(

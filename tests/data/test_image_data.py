@@ -291,6 +291,7 @@ def test_killed_and_resumed_with_augmentation(workers: int, folder: Path, tmp_pa
                 after_step(patch, 2)
                 with pytest.raises(Killed):
                     train(command)
+            command = compose(*settings(folder, tmp_path / name, *given[1:], f"data.num_workers={2 - workers}"))
         train(command)
     assert log(tmp_path / "a") == log(tmp_path / "b")
     data = [on(ready(small(folder, augment="rand-m10-n2-p1", num_workers=count)), 0, 1) for count in (0, workers)]
