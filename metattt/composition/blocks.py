@@ -165,6 +165,7 @@ def _named(layers: dict[str, dict[str, Any]], name: str, place: int, layer: dict
     for known, other in layers.items():
         if other == layer and known.startswith(name):
             return known
-    name = name if name not in layers else f"{name}_{place}"
+    while name in layers:  # a layer of the user's may have this very name
+        name = f"{name}_{place}"
     layers[name] = layer
     return name

@@ -69,6 +69,17 @@ def test_entries_have_settings_of_their_own() -> None:
     assert shown[0] == shown[1] != shown[2]
 
 
+def test_an_entry_with_settings_does_not_take_the_name_of_another_layer(tmp_path: Path) -> None:
+    (tmp_path / "layer").mkdir()
+    for name, rate in (("mine", 0.3), ("mine_2", 0.9)):
+        lines = "# @package _global_", "defaults: [ttt_linear, _self_]", f"optimizer: {{base_lr: {rate}}}"
+        (tmp_path / "layer" / f"{name}.yaml").write_text("\n".join(lines))
+    pattern = "model.blocks=[mine_2,mine,{layer: mine, num_heads: 4}]"
+    blocks = compose(*SMALL, f"hydra.searchpath=[{tmp_path}]", pattern, job="language_model").model.blocks
+    layers = [blocks.layers[name] for name in blocks.pattern]
+    assert [(one.num_heads, one.optimizer.base_lr) for one in layers] == [(2, 0.9), (2, 0.3), (4, 0.3)]
+
+
 def test_an_entry_is_what_its_layer_would_be_alone() -> None:
     """With the same backbone, so its parameters have the same names and sizes."""
     common = (*SMALL, "model.num_layers=1", "model=mamba_backbone")
