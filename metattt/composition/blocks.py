@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.composition.choices import leaves
 from metattt.composition.messages import nearest
 from metattt.composition.overrides import key_of
 from metattt.errors import MetaTTTError, shown
@@ -133,8 +132,9 @@ def read_pattern(pattern: Any) -> list[tuple[str, list[str]]]:
                 f"`{KEY}={str(pattern)[:60]}` is no pattern of at most {MOST:,} layers: write "
                 f'{KEY}=[ttt_mlp,ttt_mlp,window_attention], or "{KEY}=ttt_mlp*2+window_attention"'
             )
-        written = leaves(own, f"{KEY}.{len(entries)}") if own else {}
-        settings = [_read_setting(f"{key}={shown(value)}") for key, value in written.items()]
+        pairs = ((key, value if isinstance(value, dict) else {"": value}) for key, value in own.items())
+        written = {f"{key}.{inner}".rstrip("."): one for key, inside in pairs for inner, one in inside.items()}
+        settings = [_read_setting(f"{KEY}.{len(entries)}.{key}={shown(value)}") for key, value in written.items()]
         entries += [(match[1], [setting.override for setting in settings])] * count
     if not entries:
         raise MetaTTTError(f"`{KEY}=[]` has no layer: name one, or {KEY}=null for the same layer in every block")

@@ -67,6 +67,8 @@ def test_entries_have_settings_of_their_own() -> None:
     assert [layer.group_size for layer in layers] == [2, 2, 0, 2]
     shown = [layer.learner.extra_repr() for layer in (*layers[:2], metattt.build("layer=ttt_mlp"))]  # type: ignore[operator, union-attr]
     assert shown[0] == shown[1] != shown[2]
+    blocks = "model.blocks=[ttt_mlp,{layer: ttt_mlp, learner: {depth: 3, step_scale: {w1: 0.5}}}]"  # a value is a mapping
+    assert make(*SMALL, "model.num_layers=2", blocks).blocks[1].layer.learner.step_scale == {"w1": 0.5}  # type: ignore[union-attr]
 
 
 def test_an_entry_with_settings_does_not_take_the_name_of_another_layer(tmp_path: Path) -> None:
