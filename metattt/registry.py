@@ -55,8 +55,8 @@ def register(group: str, name: str, version: int = 1) -> Callable[[C], C]:
         A decorator that returns the class unchanged.
 
     Raises:
-        MetaTTTError: if another class has the name already, or if the constructor takes `*args` or `**kwargs`,
-            which would swallow a misspelt key.
+        MetaTTTError: if another class has the name already, if the constructor takes `*args` or `**kwargs`,
+            which would swallow a misspelt key, or if a default is no plain data, as a member of an enum.
     """
 
     def decorate(cls: C) -> C:
@@ -100,6 +100,11 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
                 f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
             )
         allowed[parameter.name] = literals(parameter.annotation)
+        if not _is_plain(parameter.default):
+            raise MetaTTTError(
+                f"{target}: the default of {parameter.name} is {parameter.default!r:.60}, which no configuration or "
+                "checkpoint can hold: give a text, a number, true or false, None, or a list or dictionary of these"
+            )
         fields.append((parameter.name, _field_type(parameter.annotation), _field_default(parameter.default)))
     REGISTERED[group, name], PARAMETERS[target] = target, allowed  # a class that is refused leaves nothing behind
     from hydra.core.config_store import ConfigStore  # not before: --help reads signatures without Hydra
@@ -145,6 +150,12 @@ def _field_type(hint: Any) -> Any:
     else:
         return Any
     return Optional[kind] if optional else kind  # noqa: UP045
+
+
+def _is_plain(default: Any) -> bool:
+    if isinstance(default, (list, tuple, dict)):
+        return all(map(_is_plain, default.values() if isinstance(default, dict) else default))
+    return isinstance(default, (*SCALARS, type(None))) or default is inspect.Parameter.empty
 
 
 def _field_default(default: Any) -> Any:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +203,8 @@ CALLS += [
     (lambda: metattt.load_model("nowhere"), "nowhere"),
     (lambda: register("learner", "linear")(MLP), "linear"),
     (lambda: register("learner", "swallows")(type("S", (), {"__init__": lambda self, **a: None})), "misspelt"),
+    *((lambda v=v: register("learner", "held")(type("S", (), {"__init__": lambda self, form=v: None})), "the default of form is")
+      for v in (Enum("Form", "sine").sine, Path("x"), torch.float32, {"a": [Path("x")]})),  # type: ignore[attr-defined]
     # generation
     *((lambda v=v: sample(torch.zeros(1, 3), *v), "") for v in ((NAN,), (-1,), (1.0, 0), (1.0, None, 2.0))),
     *((lambda t=t: sample(torch.full((1, 3), NAN), t), "finite") for t in (1, 0)),
