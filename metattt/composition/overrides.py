@@ -30,7 +30,7 @@ LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 
-NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
+NOTHING = {"preset=null": "preset=none"}
 """Choices of nothing, as they are by default."""
 
 LEFT_OUT = ("callbacks", "logger", "preset", "recipe", "experiment")
@@ -54,8 +54,8 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
     for override in overrides:
         if not isinstance(override, str):
             raise MetaTTTError(f"{override!r:.100} is not an override: they are texts, such as 'dim=64'")
-    named = [in_full(left_out(NOTHING.get(override, override))) for override in overrides]
-    prepared = [quote_free_text(override, sweep) for override in named if override]
+    named = [in_full(left_out(NOTHING.get(override, override))) for override in without_null(overrides)]
+    prepared = [quote_free_text(override, sweep) for override in named]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
     for one in parsed:
@@ -63,6 +63,14 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
         if not (sweep and (one.is_sweep_override() or is_of_hydra(one.key_or_group))):
             _check(one, job, opened)
     return [_open(one, text, opened) for one, text in zip(parsed, prepared, strict=True)]
+
+
+def without_null(overrides: Sequence[str]) -> list[str]:
+    """Overrides without `experiment=null`, and without the experiments that were chosen before it."""
+    kept: list[str] = []
+    for one in overrides:
+        kept = [*kept, one] if one != "experiment=null" else [x for x in kept if key_of(str(x)) != "experiment"]
+    return kept
 
 
 def key_of(override: str) -> str:

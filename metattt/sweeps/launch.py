@@ -23,7 +23,7 @@ from metattt.composition.choices import choices, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.compose import compose
 from metattt.composition.messages import explain_composition
-from metattt.composition.overrides import in_full, is_of_hydra, key_of, prepare, quoted
+from metattt.composition.overrides import in_full, is_of_hydra, key_of, prepare, quoted, without_null
 from metattt.errors import MetaTTTError
 from metattt.locking import LOCK
 from metattt.optional import need
@@ -71,9 +71,8 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
     load_components(COMPONENTS + JOB_COMPONENTS.get(command, ()))
     with application(command) as app:
         prepared = prepare(overrides, command, sweep=True)
-        typed = [one for one in overrides if one != "experiment=null"]  # which `prepare` leaves out
         parsed = OverridesParser.create(config_loader=app.config_loader).parse_overrides(prepared)
-        rows = list(zip(parsed, prepared, typed, strict=True))
+        rows = list(zip(parsed, prepared, without_null(overrides), strict=True))
         keys = [one.get_key_element() for one in parsed]
         # of several for one key the last counts, as in a single run
         given = [row for place, row in enumerate(rows) if keys[place] not in keys[place + 1 :]]

@@ -28,7 +28,7 @@ def test_layers_choose_the_parts_and_overrides_win() -> None:
     cfg = compose("layer=ttt_mlp", "learner=linear", "optimizer.base_lr=0.5", "layer.gate=false", job="build")
     assert cfg.learner._target_.endswith("Linear") and cfg.optimizer.base_lr == 0.5 and not cfg.layer.gate
     assert cfg.layer.learner == cfg.learner
-    assert compose("preset=null") == compose("experiment=null") == compose()
+    assert compose("preset=null") == compose("experiment=null") == compose("experiment=stdlib", "experiment=null") == compose()
     assert compose("layer=mamba", "dim=9").dim == compose("model.blocks=[mamba]", "dim=9").dim == 9  # it has no heads
     assert compose().name == "ttt_linear" and compose("experiment=digits_pixel").name == "mttt_mlp"
     assert "name" not in compose(job="build")
