@@ -223,7 +223,9 @@ class FastModel:
                 alone = {attribute: value[0] for attribute, value in values.items()}
                 return functional_call(plain, alone, (x,))
             _check_rows(key, x, count)
-            return vmap(lambda value, one: functional_call(plain, value, (one.unsqueeze(0),)).squeeze(0))(values, x)
+            y: Tensor = vmap(lambda v, one: functional_call(plain, v, (one.unsqueeze(0),)).squeeze(0))(values, x)
+            padding = getattr(plain, "padding_idx", None)  # vmap keeps it from learning in the first document alone
+            return y if padding is None else torch.where((x == padding).unsqueeze(-1), y.detach(), y)
 
         return whole if self.rank is None else low_rank
 

@@ -106,6 +106,13 @@ def test_equals_a_plain_loop_with_torchs_optimizer(model: str, fast: object, par
     close(adapter.read(IDS).nats, expected)
 
 
+def test_the_padding_of_an_embedding_learns_in_no_document() -> None:
+    made = hf_for_tests.llama(vocab_size=V, pad_token_id=int(IDS[1, 3])).double()
+    adapter = Adapter(made, ["model.embed_tokens.weight"], momentum(), context=5, clip=None)
+    expected = plain_loop(made, "momentum", ("embed_tokens",), 5, None)
+    torch.testing.assert_close(adapter.read(IDS).nats, expected, rtol=1e-7, atol=1e-7, equal_nan=True)  # norms are in fp32
+
+
 @pytest.mark.parametrize(
     ("model", "fast"), [*(("ours", fast) for fast in FAST), ("attention", "lora"), ("llama", "all"), ("gpt2", "lora"), ("titans", "lora")]
 )
