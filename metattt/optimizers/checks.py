@@ -54,6 +54,11 @@ def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
         MetaTTTError: settings, token steps and gates that cannot go together.
     """
     rule.check_settings()
+    if type(rule).current is not InnerOptimizer.current and type(rule).coefficients is InnerOptimizer.coefficients:
+        raise MetaTTTError(
+            f"{type(rule).__name__} has its own current, and not the coefficients of the same W_t, by which most forms "
+            "compute it: define both, or neither"
+        )
     tau, size = rule.token_steps(), rule.mini_batch_size
     if tau is not None and tau.shape not in ((1, size), (num_heads, size)):
         raise MetaTTTError(

@@ -147,6 +147,10 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
         rule(Own, token_steps=lambda self: torch.ones(1, 3)),
         r"Mine\.token_steps has shape \[1, 3\], expected \[1 or 2, 4\] for optimizer\.mini_batch_size=4",
     ),
+    "weights that the coefficients do not give": (
+        rule(Own, current=lambda self, memory, filled: {name: 0.8 * w for name, w in memory["weights"].items()}),
+        "Mine has its own current, and not the coefficients .*: define both, or neither",
+    ),
 }
 
 
