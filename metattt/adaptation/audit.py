@@ -71,7 +71,7 @@ def leaks(
     check_integer("vocab_size", vocab_size, 2)
     generator = torch.Generator().manual_seed(seed)
     expected, again = scorer(list(documents)), scorer(list(documents))
-    lengths = [[*map(len, some)] for some in (documents, expected)]
+    lengths = [*map(len, documents)], [len(one) if one.ndim == 2 else list(one.shape) for one in expected]
     if lengths[0] != lengths[1]:
         raise MetaTTTError(
             f"the scorer returns logits of {lengths[1]} tokens for documents of {lengths[0]}: return [n, V] for each, "
@@ -128,6 +128,7 @@ def _first(
         stop = place + 1 if document == number else len(one)
         difference = _differences(one[:stop], scored[document][:stop]).amax(-1)
         moved = (difference > noise) | difference.isnan()
+        moved[0] &= ~one[0].isnan().all()  # nothing predicts the first token
         if bool(moved.any()):
             token = int(moved.int().argmax())
             return Leak(document, token, (number, place), float(difference[token]))

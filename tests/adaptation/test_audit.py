@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from refusals_for_tests import refusal
 from torch import Tensor
 
@@ -230,6 +231,9 @@ def test_what_is_not_finite_is_no_leak_and_hides_none() -> None:
         return honest(adapter())(texts)[:1]
 
     refusal(lambda: next(leaks(too_few, TEXT, V)), "of [26] tokens for documents of [26, 21]")
+    refusal(lambda: next(leaks(each(lambda text: torch.zeros(len(text))), TEXT, V)), "return [n, V] for each")
+    unpredicted = each(lambda text: F.pad(torch.zeros(len(text) - 1, V), (0, 0, 1, 0), value=torch.nan))
+    assert not list(leaks(unpredicted, TEXT, V, places))
     drawn = each(lambda text: torch.randn(len(text), V))
     refusal(lambda: next(leaks(drawn, TEXT, V)), "behind which leaks would hide")
     assert repeated([TEXT[0], TEXT[0].int()]) == [(0, 1)]
