@@ -98,6 +98,8 @@ class Call:
                 "attached layers need an attention_mask [B, T], 1 for real tokens, or none (a static cache makes "
                 "another: use cache_implementation=dynamic)"
             )
+        if places is None and (words.get("seq_idx") is not None or words.get("cu_seq_lens_q") is not None):
+            raise MetaTTTError("packed documents need position_ids: DataCollatorWithFlattening(return_position_ids=True)")
         given = self.given
         given.mask, given.cache, given.read_before, given.starts = mask, None, None, None
         given.embeddings = words.get("inputs_embeds")

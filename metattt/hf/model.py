@@ -99,6 +99,11 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         cache: MetaTTTCache | None = None,
         tokenizer: Any = None,
         position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the state to go on from.
 
@@ -118,6 +123,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             tokenizer: not used; `generate(stop_strings=...)` hands it on.
             position_ids: `[B or 1, T]`; without an attention_mask, a document begins where they begin again (as
                 `DataCollatorWithFlattening` packs them). Layers count tokens themselves.
+            seq_idx, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: say the same once more, for attentions;
+                not used.
 
         Raises:
             MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model
@@ -132,6 +139,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if input_ids is None:
             raise MetaTTTError("input_ids are not given: [B, T] token ids")
+        if position_ids is None and (seq_idx is not None or cu_seq_lens_q is not None):
+            raise MetaTTTError("packed documents need position_ids: DataCollatorWithFlattening(return_position_ids=True)")
         cache = past_key_values if cache is None else cache
         if cache is not None and not isinstance(cache, MetaTTTCache):
             raise MetaTTTError(

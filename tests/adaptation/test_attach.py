@@ -171,6 +171,7 @@ def test_packed_documents_a_mask_by_place_and_embeddings() -> None:
     places = torch.arange(21).remainder(9)[None].expand(2, -1)  # documents of 9, 9 and 3 tokens
     packed = made(IDS, position_ids=places, use_cache=False).logits
     close(packed, torch.cat([made(part, use_cache=False).logits for part in IDS.split(9, 1)], 1))
+    refusal(lambda: made(IDS, seq_idx=places // 9, use_cache=False), "need position_ids")
     mask = F.pad(torch.ones_like(IDS), (3, 0))
     given = F.pad(IDS, (3, 0)), mask, (mask.cumsum(1) - 1).clamp(min=0)
     close(made.model(*given)[0][:, 3:], made.model(IDS)[0])

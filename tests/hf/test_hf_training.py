@@ -113,6 +113,11 @@ def test_the_loss_of_padded_and_packed_batches_is_that_of_single_texts(
     packed = DataCollatorWithFlattening(return_tensors="pt")([{"input_ids": one["input_ids"]} for one in data])
     assert packed["position_ids"].shape[0] == 1
     torch.testing.assert_close(model(**packed).loss, loss)
+    told_twice = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
+    twice = told_twice([{"input_ids": one["input_ids"]} for one in data])
+    torch.testing.assert_close(model(**twice).loss, loss)
+    with pytest.raises(MetaTTTError, match="return_position_ids=True"):
+        model(**twice | {"position_ids": None})
     smoothed = trainer(model, tokenizer, tmp_path, label_smoothing_factor=1e-9)  # which shifts the labels itself
     torch.testing.assert_close(smoothed.compute_loss(model, dict(batch)), loss)
 
