@@ -7,6 +7,7 @@ copy each of these modules computes with the values of the call, stacked by docu
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import sys
 import threading
@@ -27,6 +28,7 @@ from metattt.inner.diagnostics import require_ids
 from metattt.models.language_model import LanguageModel
 from metattt.state import Tensors
 
+log = logging.getLogger(__name__)
 CHOICES = ("lora", "mlp", "norms", "all")
 LORA_RANK = 8
 MLP = ("mlp", "ffn", "feed_forward", "fc", "c_fc", "c_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
@@ -277,7 +279,7 @@ def _chosen(
         )
         if named and not path.startswith(frozen):
             keys.setdefault(id(parameter), path)
-    places = []
+    places, left = [], []
     for name, module, attribute, parameter in held:
         path = f"{name}.{attribute}"
         if id(parameter) not in keys:
@@ -291,6 +293,7 @@ def _chosen(
             )  # fmt: skip
             raise MetaTTTError(f"{path} {why}")
         else:  # a bias, or a parameter that another module reads
+            left += [path] if parameter.ndim == 2 and _widths(module) else []
             del keys[id(parameter)]
     known = [f"{name}.{attribute}" for name, _, attribute, parameter in held if id(parameter) in keys]
     unused = [one for one in patterns or () if not any(fnmatchcase(path, one) for path in known)]
@@ -300,6 +303,9 @@ def _chosen(
             f"patterns such as {next((name for name, one in model.named_parameters() if one.ndim == 2), '*')}"
             f"{'; rank is for the matrices of linear maps: leave it out' if low_rank else ''}"
         )
+    if left:
+        what = "linear maps that are not applied to each document by itself"
+        log.warning("fast=%s leaves out %d %s, as %s", fast, len(left), what, left[0])
     return places
 
 

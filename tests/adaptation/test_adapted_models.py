@@ -271,6 +271,14 @@ def test_a_router_stays_as_it_is_and_all_others_learn() -> None:
     assert "model.embed_tokens.weight" in adapter.fast.start and not any("mlp.gate." in name for name in adapter.fast.start)
 
 
+def test_linear_maps_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 8, "word_embed_proj_dim": 8, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers = pytest.importorskip("transformers")
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=V, **sizes))
+    assert all("self_attn" in name for name in Adapter(model, "lora").fast.start)
+    assert "leaves out 4 linear maps" in caplog.text and "model.decoder.layers.0.fc1.weight" in caplog.text
+
+
 def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
     sizes = {"lru_width": 16, "num_hidden_layers": 3, "attention_window_size": 8, "eos_token_id": None}
     adapter = Adapter(hf_for_tests.llama("RecurrentGemma", vocab_size=V, **sizes), "all", adam(base_lr=0.3), clip=None)
