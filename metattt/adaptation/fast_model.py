@@ -320,9 +320,10 @@ def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
 
 
 def _blocks(model: nn.Module) -> str:
-    """The name of the longest list of modules: the blocks."""
-    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, default=(0, ""), key=lambda one: one[0])[1]
+    """The name of the longest list of modules that is in no other: the blocks."""
+    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return max(outer, default="", key=lists.__getitem__)
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | tuple[()]:

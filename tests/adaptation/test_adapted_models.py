@@ -279,6 +279,11 @@ def test_linear_maps_that_are_left_out_are_named(caplog: pytest.LogCaptureFixtur
     assert "leaves out 4 linear maps" in caplog.text and "model.decoder.layers.0.fc1.weight" in caplog.text
 
 
+def test_a_list_of_modules_inside_of_a_block_is_not_the_blocks() -> None:
+    model = LanguageModel(V, 8, 1, partial(metattt.build, "titans_mag", dim=8, num_heads=2), pre_conv=False).eval()
+    assert any(name.startswith("blocks.0.ffn.") for name in Adapter(model, "lora").fast.start)
+
+
 def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
     sizes = {"lru_width": 16, "num_hidden_layers": 3, "attention_window_size": 8, "eos_token_id": None}
     adapter = Adapter(hf_for_tests.llama("RecurrentGemma", vocab_size=V, **sizes), "all", adam(base_lr=0.3), clip=None)
