@@ -99,7 +99,7 @@ class Call:
                 "another: use cache_implementation=dynamic)"
             )
         if places is None and (words.get("seq_idx") is not None or words.get("cu_seq_lens_q") is not None):
-            raise MetaTTTError("packed documents need position_ids: DataCollatorWithFlattening(return_position_ids=True)")
+            raise MetaTTTError("packed documents need position_ids: let the collator have return_position_ids=True")
         given = self.given
         given.mask, given.cache, given.read_before, given.starts = mask, None, None, None
         given.embeddings = words.get("inputs_embeds")

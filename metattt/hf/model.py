@@ -140,7 +140,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None:
             raise MetaTTTError("input_ids are not given: [B, T] token ids")
         if position_ids is None and (seq_idx is not None or cu_seq_lens_q is not None):
-            raise MetaTTTError("packed documents need position_ids: DataCollatorWithFlattening(return_position_ids=True)")
+            raise MetaTTTError("packed documents need position_ids: let the collator have return_position_ids=True")
         cache = past_key_values if cache is None else cache
         if cache is not None and not isinstance(cache, MetaTTTCache):
             raise MetaTTTError(
