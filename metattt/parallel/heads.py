@@ -109,6 +109,10 @@ class DividedLayer(TTTLayer):
             if axes[name] is None and name != "out.bias":  # each process has the derivatives of its own heads' use
                 values[name] = _Enter.apply(values[name], group)
         local = with_values(part, values)
+        for own, module in zip(local.modules(), self.modules(), strict=True):  # what may change during a run
+            own.training = module.training
+            if getattr(module, "follows_base_lr", False):
+                own.__dict__["scale"] = module.scale
         if isinstance(norm := local.norm, nn.LayerNorm | nn.RMSNorm) and not isinstance(norm, HeadRMSNorm):
             local.norm = NormOverHeads(values["norm.weight"], values.get("norm.bias"), norm.eps, group)
         local.out = SumOverHeads(values["out.weight"], values.get("out.bias"), group)

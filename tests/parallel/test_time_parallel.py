@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from metattt.cli import main
 from metattt.composition.compose import build, compose
@@ -30,7 +31,7 @@ from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
-from metattt.parallel.heads import divide_heads
+from metattt.parallel.heads import HeadParallel, divide_heads
 from metattt.parallel.line import MANY, Line, dump, fill, frame_of
 from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan, scannable
@@ -390,6 +391,20 @@ def test_frames_hold_no_tensors() -> None:
 
 def pickled(frame: Any) -> Any:
     return pickle.loads(dump(frame))
+
+
+def test_divided_heads_follow_what_a_run_changes() -> None:
+    """The base rate of callbacks=inner_warmup, which moved the whole layer alone, and the mode."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole = layer("ttt_mlp").eval()
+        divided = parallelize_module(copy.deepcopy(whole).train(), init_device_mesh("cpu", (1,)), HeadParallel()).eval()
+        whole.optimizer.scale = divided.optimizer.scale = torch.tensor(0.01, dtype=torch.float64)
+        x = torch.randn(2, 24, whole.dim).to(whole.out.weight)
+        torch.testing.assert_close(divided(x)[0], whole(x)[0], rtol=0, atol=1e-6)
+        assert not divided.local(x)[0].task.training
+    finally:
+        dist.destroy_process_group()
 
 
 # -- the benchmark, and a process that ends ----------------------------------------------------------------------------
