@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ProgressBar,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
@@ -114,6 +115,8 @@ def _run(begin: Start, console: Console) -> int:
             f"processes, and this run has one: unset {' '.join(ranks)}, or set trainer.devices and trainer.num_nodes"
         )
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
+    if in_parts and _callback(trainer, WeightAveraging) is not None:
+        raise MetaTTTError("WeightAveraging needs the whole model, which this trainer divides: set trainer=ddp")
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build

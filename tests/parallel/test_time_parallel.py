@@ -44,6 +44,7 @@ TINY = (
     "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "training.lr=5e-3",
     "trainer.max_steps=4", "trainer.val_check_interval=2", "sample=false",
 )  # fmt: skip
+EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
 NOT_DIVIDED = (
     ("ttt_linear", (), "num_heads=2 cannot be divided among trainer.tensor_ranks=4"),
     ("retnet", ("num_heads=4",), "cannot be divided among processes: some heads give other outputs"),
@@ -319,6 +320,7 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
         (("trainer.devices=4", "trainer.time_ranks=4", "data.context_length=3"), "=3 tokens cannot be divided among trainer.time_ranks=4"),
         (("trainer.devices=2", "trainer.in_flight=5"), "trainer.in_flight=5 parts .* a batch has 4"),
         (("trainer=ddp", "trainer.time_ranks=2"), "trainer.time_ranks. belongs to trainer=time_parallel.*devices=2"),
+        (("trainer=fsdp", "trainer.devices=1", EMA), "set trainer=ddp"),
         (("trainer.devices=2", "data=digits", "experiment=digits_pixel"), "is for text"),
     ],
 )
