@@ -76,15 +76,20 @@ recorded = pytest.mark.skipif(
 
 
 @recorded
-@pytest.mark.parametrize(("command", "losses", "validated"), [
+@pytest.mark.parametrize(("command", "losses", "validated", "rtol"), [
     ("experiment=stdlib data.path={folder}/text dim=64 model.num_layers=2",
-     [5.562023639678955, 5.0535888671875, 4.21458625793457, 3.652686834335327], [4.210021581405249, 3.3989822436601687]),
-    ("experiment=digits_pixel", [2.3025853633880615, 2.3025853633880615, 2.304593086242676, 2.3052921295166016],
-     [2.3025853574109942, 2.302429624254657, 2.3023462747132877, 2.3009764689921006]),
+     [5.562023597124356, 5.0535891092902405, 4.214585856392723, 3.652686433451417], [4.21002154534819, 3.398982103931173], 1e-9),
+    ("experiment=digits_pixel", [2.302585092994046, 2.302585092994046, 2.304422231148906, 2.3064630026340924],
+     [2.302585092994046, 2.3024596544525084, 2.301799376572273, 2.3011367018530393], 5e-6),
 ], ids=["text", "images"])  # fmt: skip
-def test_a_model_learns_as_it_did(command: str, losses: list[float], validated: list[float], tmp_path: Path) -> None:
+def test_a_model_learns_as_it_did(
+    command: str, losses: list[float], validated: list[float], rtol: float, tmp_path: Path
+) -> None:
+    """In float64: processors round apart, and where the head begins at 0, as that for images does, Adam makes whole steps of what
+    fp32 rounds off (5e-4 of the fourth loss). Without AVX-512 the last validation of images is 1e-6 away, all else 6e-9."""
     write_text(tmp_path / "text")
     words = command.format(folder=tmp_path).split()
-    assert main(["train", *words, "trainer.max_steps=4", "trainer.log_every_n_steps=1", f"output_dir={tmp_path / 'run'}"]) == 0
+    assert main(["train", *words, "trainer.max_steps=4", "trainer.log_every_n_steps=1", "trainer.precision=64-true",
+                 f"output_dir={tmp_path / 'run'}"]) == 0
     for name, wanted in (("train/loss", losses), ("validation/loss", validated)):
-        torch.testing.assert_close([*column(tmp_path / "run", name).values()], wanted, rtol=2e-6, atol=0)
+        torch.testing.assert_close([*column(tmp_path / "run", name).values()], wanted, rtol=rtol, atol=0)

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from metattt.composition.announced import announced
 from metattt.composition.components import load_components
 from metattt.composition.messages import first_line
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, shown
 from metattt.registry import PARAMETERS, REGISTERED, SCHEMAS, version_of
 
 RECORD = "metattt"  # the entry of a run's checkpoint
@@ -71,8 +71,12 @@ def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
 
     What resolvers compute is kept as its value: `${oc.env:...}` means nothing elsewhere, and a file may not say what is
     computed. References from key to key stay.
+
+    Raises:
+        MetaTTTError: a mapping with other keys than texts.
     """
     plain: Any = OmegaConf.to_container(cfg)
+    _check_names(plain)
     for path, text in list(leaves(plain)):
         if is_computed(text):
             written, live = plain, cfg
@@ -81,6 +85,16 @@ def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
             value = live[path[-1]]
             written[path[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     return {"version": VERSION, "config": to_names(plain), **others}
+
+
+def _check_names(node: Any, where: str = "") -> None:
+    """Refuses a mapping with other keys than texts: a checkpoint would return them as texts."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if isinstance(node, dict) and not isinstance(key, str):
+            raise MetaTTTError(
+                f"{where} has the key {shown(key)}: give a text, such as {{k{shown(key)}: ...}}, or a list"
+            )
+        _check_names(value, f"{where}.{key}".lstrip("."))
 
 
 def checked_record(record: Any, origin: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.choices import groups, keys_of
 from metattt.composition.messages import first_line, not_a_field, wrong_type
-from metattt.errors import MetaTTTError, shown
+from metattt.errors import MetaTTTError
 from metattt.setting import Setting, members
 
 SEED = Setting(annotation=int, least=0, most=2**32 - 1)  # what numpy's and Lightning's generators take
@@ -75,7 +75,6 @@ def check_keys(cfg: DictConfig, job: str) -> None:
     Raises:
         MetaTTTError: as said.
     """
-    _check_names(OmegaConf.to_container(cfg))
     known = keys_of(job)
     for name in map(str, cfg):
         if name in known:
@@ -90,16 +89,6 @@ def check_keys(cfg: DictConfig, job: str) -> None:
     if re.search(r"[/\\\0\n]|^\.+$", str(cfg.get("name"))):
         why = "it is a part of a folder's name, so without / and the like"
         raise MetaTTTError(f"name={cfg.name!r} is not allowed: {why}")
-
-
-def _check_names(node: Any, where: str = "") -> None:
-    """Refuses a mapping with other keys than texts: a checkpoint would return them as texts."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if isinstance(node, dict) and not isinstance(key, str):
-            raise MetaTTTError(
-                f"{where} has the key {shown(key)}: give a text, such as {{k{shown(key)}: ...}}, or a list"
-            )
-        _check_names(value, f"{where}.{key}".lstrip("."))
 
 
 def _unknown(node: DictConfig, name: str, key: str, job: str) -> MetaTTTError:

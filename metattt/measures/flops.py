@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def flops_per_image(model: ImageTransformer) -> int:
     """Floating-point operations of the matrix products for one image, inner loops included; 2 for each multiply-add."""
-    blank = copy.deepcopy(model).to("meta")
+    blank = copy.deepcopy(model).to("meta", torch.float32)
     image = torch.empty(1, model.in_chans, *model.patch_embed.img_size, device="meta")
     holders = [block.attn for block in blank.blocks]
     return _of_model(blank, holders, image, model.patch_embed.num_patches, model.embed_dim)

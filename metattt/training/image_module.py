@@ -40,20 +40,25 @@ class ImageClassification(OuterLoop):
 
     def shortest_loss(self) -> Tensor:
         embed: Any = self.model.patch_embed
-        image = torch.zeros(1, embed.proj.in_channels, *embed.img_size, device=self.device)
-        return self.model(image).float().logsumexp(1).sum()
+        like = {"device": self.device, "dtype": embed.proj.weight.dtype}
+        return self.logits(torch.zeros(1, embed.proj.in_channels, *embed.img_size, **like)).logsumexp(1).sum()
+
+    def logits(self, images: Tensor) -> Tensor:
+        """`[B, V]`, in fp32 or wider."""
+        found: Tensor = self.model(images)
+        return found.to(torch.promote_types(found.dtype, torch.float32))
 
     def batch_loss(self, batch: Batch) -> Tensor:
         images, labels = batch
         check_classes(labels, self.model.num_classes, least=0)
         if self.mixup is not None:  # it works in place; labels become probabilities [B, classes]
             images, labels = self.mixup(images.clone(), labels)
-        return F.cross_entropy(self.model(images).float(), labels)
+        return F.cross_entropy(self.logits(images), labels)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels = batch
         check_classes(labels, self.model.num_classes)
-        nats, first, among, count = classified(self.model(images).float(), labels)
+        nats, first, among, count = classified(self.logits(images), labels)
         self.add_to_validation(loss=(nats, count), top1=(first, count), top5=(among, count))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

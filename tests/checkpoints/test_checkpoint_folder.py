@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from refusals_for_tests import refusal
 from safetensors import safe_open
 from torch import Tensor
@@ -288,6 +289,11 @@ def test_of_several_checkpoints_the_newest_that_is_whole(tmp_path: Path, capsys:
 
 
 # -- what a configuration may say --------------------------------------------------------------------------------------
+
+
+def test_a_record_has_texts_as_keys() -> None:
+    """Numbers would come back as texts."""
+    refusal(lambda: make_record(OmegaConf.create({"learner": {"table": {"a": [{0: 0.5}]}}})), "learner.table.a.0 has the key 0")
 
 
 def config(**changes: Any) -> dict[str, Any]:

@@ -62,11 +62,6 @@ def test_a_layer_by_keywords() -> None:
     refusal(lambda: build("ttt_mlp", "dim=8", dim=16), "dim=16 and dim=8 set the same key: give one of them")
 
 
-def test_keys_of_a_mapping_are_texts() -> None:
-    mapping = "learner.table={a: [{0: 0.5}]}"
-    refusal(lambda: compose("layer=custom", "learner=custom", "learner._target_=x.Y", mapping), "learner.table.a.0 has the key 0")
-
-
 def test_working_directory_does_not_matter(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = compose(job="build")
     (tmp_path / "configs").mkdir()
