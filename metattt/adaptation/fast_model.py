@@ -305,7 +305,7 @@ def _chosen(
         )
     if left:
         what = "linear maps that are not applied to each document by itself"
-        log.warning("fast=%s leaves out %d %s, as %s", fast, len(left), what, left[0])
+        log.warning("fast=%s leaves out %d %s, for example %s", fast, len(left), what, left[0])
     return places
 
 

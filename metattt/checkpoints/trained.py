@@ -276,7 +276,7 @@ def _theirs(file: Path, trust: Collection[str]) -> Trained:
         config = record_config(checked_record(content[EXPORTED], origin), origin, (), trust)
     else:
         if (kind := content.get("model_type")) not in (None, "ttt") and "seq_modeling_block" not in content:
-            raise MetaTTTError(f"{file.parent} holds a model of type {kind}, which metattt adapt and attach take alone")
+            raise MetaTTTError(f"{file.parent} holds a model of type {kind}: only adapt and attach take it")
         config = PublishedConfig.read(content).compose()
     return Trained(file, config, read_tokenizer(file.parent))
 

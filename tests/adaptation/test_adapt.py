@@ -86,7 +86,7 @@ def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, caps
     assert main(["adapt", *words, "context=100"]) == 2
     assert "128 positions of the model: lower context" in capsys.readouterr().err
     assert main(["export", f"source={tmp_path / 'llama'}", f"target={tmp_path / 'exported'}"]) == 2
-    assert "holds a model of type llama, which metattt adapt and attach take alone" in capsys.readouterr().err
+    assert "holds a model of type llama: only adapt and attach take it" in capsys.readouterr().err
 
 
 def test_a_mistyped_folder_is_named(run: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
