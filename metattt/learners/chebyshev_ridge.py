@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from metattt.learners.base import Weight
 from metattt.learners.chunks import Chunk
-from metattt.learners.recurrent_ridge import RecurrentRidge, _applied, _by_operator
+from metattt.learners.recurrent_ridge import RecurrentRidge, _applied, _by_operator, called
 from metattt.modules import exact
 from metattt.ops.chunk import chunk_read
 from metattt.registry import register
@@ -70,7 +70,7 @@ class ChebyshevRidge(RecurrentRidge, takes=("chunk", "residual", "norm")):
         square = square + part.kept.square() * gram.square().sum((-2, -1)).unsqueeze(-1)
         size = torch.where(square > 0, square.clamp(min=LEAST**4), 1).sqrt().unsqueeze(-1)  # [B, H, c, 1]
         operator = part.k, mix / size, part.kept / size.squeeze(-1), gram
-        p = _Iterate.apply(part.q, *operator, self.ridge, self.iterations) / size
+        p = called(_Iterate)(part.q, *operator, self.ridge, self.iterations) / size
         if part.blend is not None:
             p = part.q + part.blend.unsqueeze(-1) * (p - part.q)
         return chunk_read(p, part.k, part.v, mix, part.kept, moment)

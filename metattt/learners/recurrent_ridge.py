@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from metattt.errors import check_number
@@ -112,8 +114,14 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         else:
             shape = part.k.shape[:-1]
             operator = part.k, mix.expand(*shape, shape[-1]), part.kept.expand(shape)
-            x = _Solve.apply(part.q, *operator, gram, ridge.expand_as(part.q), self.iterations, self.tolerance)
+            solve = called(_Solve)
+            x = solve(part.q, *operator, gram, ridge.expand_as(part.q), self.iterations, self.tolerance)
         return chunk_read(x, part.k, part.v, mix, part.kept, moment)
+
+
+def called(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, or `forward` itself in forward mode (`torch.func.jvp`), which a `backward` does not serve."""
+    return function.forward if forward_ad._current_level >= 0 else function.apply
 
 
 def _applied(x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor | float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+import metattt
 from metattt.inner import execution
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
@@ -82,6 +83,16 @@ def test_forward_mode_without_a_transform(form: str, gradients: bool) -> None:
     with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
         found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))[0]).tangent
     assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["mesa_net", "gka"])
+def test_forward_mode_of_a_solver(name: str) -> None:
+    """Its derivative in reverse is a function of its own."""
+    layer = metattt.build(f"layer={name}", dim=8, num_heads=2, seed=0).double()
+    x, tangent, back = torch.randn(3, 1, 9, 8, dtype=torch.float64)
+    found = torch.func.jvp(lambda x: layer(x)[0], (x,), (tangent,))[1]
+    (expected,) = torch.func.vjp(lambda x: layer(x)[0], x)[1](back)
+    torch.testing.assert_close((found * back).sum(), (expected * tangent).sum())
 
 
 # -- what recomputation would miss -------------------------------------------------------------------------------------
