@@ -280,6 +280,7 @@ def choose_form(
     remembered(learner, task, ("alone", whole), lambda: check_alone(task, learner, num_heads, d_in, whole))
     mixes, read, auto = learner.mixes_tokens, optimizer.read, "set layer.form=auto"
     dual = form == "dual" or (mixes and not summed)  # of tokens that mix, a backward pass for each
+    own = getattr(optimizer.coefficients, "__func__", None) is not InnerOptimizer.coefficients
     for wrong, why in (
         (
             mixes and optimizer.anchor == "online" and optimizer.mini_batch_size > 1,
@@ -294,6 +295,11 @@ def choose_form(
         (
             form == "dual" and mixes and summed,
             f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: use auto",
+        ),
+        (
+            form == "auto" and reason and own and not (mixes or summed),
+            f"{type(optimizer).__name__} has its own coefficients, which go with layer.form=dual, and that cannot "
+            f"express {name}: {reason}. Set layer.form=primal for the plain recurrence of its gates, without them",
         ),
         (
             form == "summed" and not summed,

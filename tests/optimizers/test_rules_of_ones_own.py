@@ -161,6 +161,20 @@ def test_refused_when_the_layer_is_built(name: str) -> None:
         refusal(partial(layer_of, make, form=form), match=words, lines=1)
 
 
+def test_coefficients_that_no_form_would_use_are_refused() -> None:
+    """The plain recurrence, token by token, takes the gates alone."""
+
+    class Raw(Linear):
+        def forward(self, w: Any, x: Tensor) -> Tensor:
+            return torch.tanh(x @ (2 * w["w1"]))
+
+    def half(self: Any, gates: Gates, *rest: Any) -> Any:
+        return InnerOptimizer.coefficients(self, gates._replace(eta=gates.eta / 2), *rest)
+
+    assert layer_of(rule(Own), Raw).form == "primal"
+    refusal(lambda: layer_of(rule(Own, coefficients=half), Raw), match="Mine has its own coefficients, .*form=primal")
+
+
 @pytest.mark.parametrize(
     ("attributes", "more", "words"),
     [
