@@ -299,6 +299,11 @@ class _InPlace(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         call: Call = self.__dict__["call"]
+        if h.ndim != 3:
+            raise MetaTTTError(
+                f"{self.name} is applied to rows [{h.shape[0]}, {h.shape[-1]}] of all sequences together, as in a "
+                f"mixture of experts: layer={IN_PLACE} needs [B, T, F]; attach it to another MLP"
+            )
         if call.valid(h.shape[1]) is not None or call.starts(len(h)) is not None:
             raise MetaTTTError(
                 "In-Place TTT cuts a sequence into chunks, which padding and other documents would shift: give no "

@@ -126,6 +126,13 @@ def test_in_place_equals_the_published_computation() -> None:
         assert torch.equal(layer(*given)[1].change, expected)
 
 
+def test_in_place_learns_in_no_map_of_rows_of_all_sequences() -> None:
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    made = hf_for_tests.llama("Qwen2Moe", vocab_size=V, num_key_value_heads=1, **sizes)
+    attach(made, "model.layers.*.mlp.shared_expert.down_proj", layer="in_place", chunk=16)
+    refusal(lambda: made(IDS), "mixture of experts")
+
+
 def test_padding_changes_nothing_beside_an_attention() -> None:
     made = llama()
     trained(attached(made, "ttt_linear"))
