@@ -120,12 +120,19 @@ def check_move(rule: Any, init: Iterable[tuple[str, Tensor]], gates: Gates) -> N
     """Asks a `BlockRule` for one step on gradients of 0, from the weights `init` `[H, *shape]`.
 
     Raises:
-        WrongReturn: `move` does not return the slots that it keeps, with all weights in the shapes that they had.
+        WrongReturn: `move` does not return the slots that it keeps, with all weights in the shapes that they had, or
+            writes to what it is given.
     """
     begun = rule.begin(at_start(rule.slots, init, 1, torch.float32))
     memory = {slot: zeros(slot, begun["commit"]) for slot in ("update", *rule.own_slots)} | begun
     pooled = (None if gate is None else gate.mean(-1) for gate in (gates.alpha, gates.beta))
+    given = [(x, x._version) for held in memory.values() for x in held.values()]
     moved = rule.move(memory, *pooled)
+    if any(x._version != version for x, version in given):
+        raise WrongReturn(
+            f"{type(rule).__name__}.move changes in place what it is given, which the state of an earlier call holds, "
+            "too: make new tensors, such as m + u for m.add_(u)"
+        )
     shapes = {name: tuple(weight.shape) for name, weight in memory["commit"].items()}
     for slot in ("commit", *rule.own_slots):
         held = moved.get(slot) if isinstance(moved, Mapping) else None

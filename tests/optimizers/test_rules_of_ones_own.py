@@ -353,11 +353,16 @@ def plainly(base: Any, name: str, change: Callable[[Any], Any]) -> Any:
     return mine(base, **{name: lambda self, *given, **more: change(getattr(base, name)(self, *given, **more))})
 
 
+def written(memory: Any) -> Any:
+    return memory | {"squares": {name: s.add_(memory["update"][name]) for name, s in memory["squares"].items()}}
+
+
 WIDTH = r"Mine\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]"
 SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, and what is said of it
     (lambda: slots(lambda memory: {"commit": memory["commit"]}), "returns squares None: it must return commit and"),
     (lambda: slots(lambda memory: memory["commit"]), r"Mine\.move returns commit None"),
     (lambda: slots(lambda memory: None), r"Mine\.move returns commit None"),
+    (lambda: slots(written), r"Mine\.move changes in place what it is given"),
     (lambda: slots(narrow), r"commit \{'w1': \[1, 2, 4, 1\], .*, each with all weights, \{'w1': \[1, 2, 4, 4\]"),
     (lambda: slots(lambda memory: memory, "squares"), "own_slots='squares' is not allowed: it must be a tuple"),
     (lambda: slots(lambda memory: memory, ("update",)), r"own_slots=\('update',\) is not allowed: .* none of them"),
