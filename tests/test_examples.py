@@ -15,6 +15,7 @@ import torch
 from documents_for_tests import script
 from hf_for_tests import llama, write_made
 from runs_for_tests import Killed, log, steps, write_corpus
+from torch.optim.swa_utils import AveragedModel
 
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.data.text import TextData
@@ -92,6 +93,9 @@ def test_attached_layers_are_trained_alone_and_go_on(tmp_path: Path, monkeypatch
     with safetensors.safe_open(tmp_path / "again" / "layers.safetensors", "pt") as file:
         assert set(file.keys()) == new.keys()
     module = example.tuning_module.PartTuning(again.model, example.recipes.AdamW(lr=1e-3), {})
+    averages = AveragedModel(module)  # as Lightning's EMAWeightAveraging keeps and restores it
+    assert averages.state_dict().keys() == {"n_averaged", *(f"module.{name}" for name in written)}
+    averages.load_state_dict(averages.state_dict())
     written.pop(f"model.{min(new)}")
     with pytest.raises(MetaTTTError, match="the checkpoint is of other trained parameters"):
         module.load_state_dict(written)

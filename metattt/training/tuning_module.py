@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
@@ -21,21 +21,11 @@ class PartTuning(OuterLoop):
     `examples/attach_lightning.py`). Arguments as of `OuterLoop`.
     """
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        held = super().state_dict(*args, **options)
-        return {name: held[name] for name, one in self.named_parameters() if one.requires_grad}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Raises:
-        MetaTTTError: the state is not of the parameters that are trained here.
-        """
-        other = {name for name, one in self.named_parameters() if one.requires_grad} ^ state_dict.keys()
-        if other:
-            raise MetaTTTError(
-                f"the checkpoint is of other trained parameters ({len(other)}, {min(other)} among them): attach the "
-                "same layers, with the same parameters trained, or start in another folder"
-            )
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)  # hooks are called in a copy inside another module, too: of `WeightAveraging`
+        self.register_state_dict_post_hook(_leave_out)
+        self.register_load_state_dict_pre_hook(_check)
+        self.register_load_state_dict_post_hook(lambda _, incompatible: incompatible.missing_keys.clear())
 
     def batch_loss(self, batch: Tensor) -> Tensor:
         return self._nats(batch).mean()
@@ -55,3 +45,22 @@ class PartTuning(OuterLoop):
         logits, labels = self.model(input_ids=ids[:, :-1].clamp(min=0), use_cache=False).logits, ids[:, 1:]
         real = labels != NO_TOKEN
         return F.cross_entropy(logits[real].float(), labels[real], reduction="none")
+
+
+def _trained(module: nn.Module, prefix: str) -> set[str]:
+    return {prefix + name for name, one in module.named_parameters() if one.requires_grad}
+
+
+def _leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Of a state, what is not trained."""
+    for name in {name for name in state if name.startswith(prefix)} - _trained(module, prefix):
+        del state[name]
+
+
+def _check(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Raises an error for a state that is not of the parameters that are trained here."""
+    if other := _trained(module, prefix) ^ {name for name in state if name.startswith(prefix)}:
+        raise MetaTTTError(
+            f"the checkpoint is of other trained parameters ({len(other)}, {min(other)} among them): attach the "
+            "same layers, with the same parameters trained, or start in another folder"
+        )
