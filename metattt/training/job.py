@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from omegaconf import DictConfig
 from rich.console import Console
@@ -108,6 +109,9 @@ class OuterLoop(LightningModule):
         checkpoint[RECORD] = self.record
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if "current_model_state" in checkpoint and not any(isinstance(one, WeightAveraging) for one in callbacks):
+            checkpoint["state_dict"] = checkpoint["current_model_state"]  # else the run goes on from the averages
         recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
         checkpoint["callbacks"].pop("Timer", None)  # trainer.max_time is of a job: the next one has as long again
 

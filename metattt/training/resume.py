@@ -86,7 +86,7 @@ def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
     keys: set[str] = set()
     chosen: set[str] = set()
     deleted: list[str] = []
-    for override in map(left_out, overrides):
+    for override in (left_out(one.lstrip("+")) for one in overrides):  # +callbacks.<name>=null: of the run alone
         key = key_of(override)
         if override.startswith("~"):
             deleted.append(key)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.folder import STATES, load_parts, verify, weights, write_checkpoint
+from metattt.checkpoints.folder import STATES, WEIGHTS, load_parts, verify, weights, write_checkpoint
 from metattt.checkpoints.tensors import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import check_integer
@@ -115,6 +115,8 @@ class FullyShardedData(ModelParallelStrategy):
         reads its part of the tensors."""
         folder = Path(self.broadcast(str(checkpoint_path)))
         plain, content = verify(folder), read_checkpoint(folder, "small")
+        if "current_model_state" in plain["content"]:  # of a run that averaged weights: its own, not the averages
+            plain["content"][WEIGHTS] = plain["content"]["current_model_state"]
         options = StateDictOptions(strict=self._module.strict_loading)
         model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
         stored = weights(plain)

@@ -129,6 +129,17 @@ def test_a_signal_stops_between_two_steps_and_resume_is_exact(
     assert_same(run, undisturbed[variant])
 
 
+def test_averages_are_left_out_on_resuming(
+    undisturbed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on from its weights, not from their averages: to the end of a run that never had any."""
+    draw(monkeypatch)
+    began = undisturbed["averaged"] / "checkpoints" / "step-00000006"
+    assert train(compose(f"resume={began}", f"output_dir={tmp_path / 'run'}", "+callbacks.average=null")) == 0
+    found, wanted = (read_checkpoint(one)["state_dict"] for one in (tmp_path / "run", undisturbed["plain"]))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize(("step", "kept"), [(2, []), (5, [3]), (8, [6, 3])])
 def test_killed_and_resumed(
     step: int, kept: list[int], corpus: Path, undisturbed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
