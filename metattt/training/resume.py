@@ -16,6 +16,7 @@ from metattt.errors import MetaTTTError
 
 #: what a resumed run may change: parts, and single values that leave its batches and its model as they are
 RESUMABLE = ("trainer", "callbacks", "logger", "sample", "on_divergence", "compile", "data.num_workers")
+BATCHES_OF_A_STEP = "trainer.accumulate_grad_batches"  # it follows the number of processes by itself
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
 OF_THE_COMMAND = ("resume", "overwrite", "output_dir", "given", "name", "trust", "objective")
 PATHS = ("path", "folder", "dirpath", "save_dir", "default_root_dir")  # keys of what they write
@@ -76,6 +77,8 @@ def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def _check_resumable(key: str, said: str) -> None:
+    if key == BATCHES_OF_A_STEP:
+        raise MetaTTTError(f"{said} would change how much a step of the run that is resumed reads: leave it out")
     if not _inside(key, RESUMABLE):
         allowed = ", ".join([*(f"{part}.*" if part in WRITE else part for part in RESUMABLE), *MOVABLE])
         raise MetaTTTError(f"{said} would change the run that is resumed: only {allowed} may be given")
