@@ -31,8 +31,8 @@ from metattt.state import Tensors
 log = logging.getLogger(__name__)
 CHOICES = ("lora", "mlp", "norms", "all")
 LORA_RANK = 8
-MLP = ("mlp", "ffn", "feed_forward", "fc", "c_fc", "c_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
-"""Parts of a path that say that a linear map is of an MLP."""
+MLP = ("mlp", "ffn", "feed_forward", "fc", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
+"""Parts of a path that say that a linear map is of an MLP. (No `c_proj`: attentions of GPT-2 have one, too.)"""
 DOWN, UP = "/down", "/up"  # what the names of the two factors of a low-rank change end with
 
 
@@ -295,6 +295,9 @@ def _chosen(
         else:  # a bias, or a parameter that another module reads
             left += [path] if parameter.ndim == 2 and _widths(module) else []
             del keys[id(parameter)]
+    if left:
+        what = "linear maps that are not applied to each document by itself"
+        log.warning("fast=%s leaves out %d %s, for example %s", fast, len(left), what, left[0])
     known = [f"{name}.{attribute}" for name, _, attribute, parameter in held if id(parameter) in keys]
     unused = [one for one in patterns or () if not any(fnmatchcase(path, one) for path in known)]
     if unused or not places:
@@ -303,9 +306,6 @@ def _chosen(
             f"patterns such as {next((name for name, one in model.named_parameters() if one.ndim == 2), '*')}"
             f"{'; rank is for the matrices of linear maps: leave it out' if low_rank else ''}"
         )
-    if left:
-        what = "linear maps that are not applied to each document by itself"
-        log.warning("fast=%s leaves out %d %s, for example %s", fast, len(left), what, left[0])
     return places
 
 

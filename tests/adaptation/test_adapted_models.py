@@ -94,7 +94,7 @@ def plain_loop(model: nn.Module, rule: str, fast: tuple[str, ...], context: int,
 @pytest.mark.parametrize(("model", "fast", "parts"), [
     ("llama", "norms", ("norm",)),
     ("llama", ["*.self_attn.q_proj.weight", "lm_head.weight"], ("q_proj", "lm_head")),
-    ("gpt2", "mlp", ("mlp.c_fc", "mlp.c_proj", "attn.c_proj")),
+    ("gpt2", "mlp", ("mlp.c_fc", "mlp.c_proj")),
     ("gpt2", ["transformer.wte.weight"], ("wte",)),  # which is the head, too
     ("ours", "mlp", ("ffn.gate", "ffn.up", "ffn.down")),
 ])  # fmt: skip
@@ -277,6 +277,10 @@ def test_linear_maps_that_are_left_out_are_named(caplog: pytest.LogCaptureFixtur
     model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=V, **sizes))
     assert all("self_attn" in name for name in Adapter(model, "lora").fast.start)
     assert "leaves out 4 linear maps" in caplog.text and "model.decoder.layers.0.fc1.weight" in caplog.text
+    caplog.clear()
+    with pytest.raises(MetaTTTError, match="fast=mlp names no parameter"):
+        Adapter(model, "mlp")
+    assert "fast=mlp leaves out 4 linear maps" in caplog.text  # why there is none
 
 
 def test_a_list_of_modules_inside_of_a_block_is_not_the_blocks() -> None:
