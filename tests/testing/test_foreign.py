@@ -64,6 +64,12 @@ class Decay(nn.Module):
         return (y.double() if self.fault == "type" else y), s
 
 
+class Dropout(Decay):
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y, state = super().forward(x, state)
+        return nn.functional.dropout(y, 0.1, self.training), state
+
+
 FAULTS = {
     "state": "later calls do not change a state",
     "tokens": "what a call is given stays as it is",
@@ -105,6 +111,10 @@ def test_sound_layers_break_no_law(make: type[nn.Module]) -> None:
     results = dict(examine(Subject(make, DIM, period=16)))
     assert results.keys() == LAWS.keys()
     assert not [title for title, found in results.items() if found.failed or found.error is None]
+
+
+def test_dropout_is_no_fault() -> None:
+    assert not [title for title, found in examine(Subject(Dropout, DIM)) if found.failed]
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
