@@ -103,11 +103,13 @@ def alone(subject: Subject) -> float:
 
 def causality(subject: Subject) -> float:
     """Outputs do not change with later tokens."""
-    x = subject.tokens()
-    y, worst = subject(x)[0], 0.0
-    for t in range(subject.length - 1):
-        changed = torch.cat([x[:, : t + 1], 1 - x[:, t + 1 :]], dim=1)
-        worst = max(worst, distance(subject(changed)[0][:, : t + 1], y[:, : t + 1]))
+    worst = 0.0
+    for length in (subject.length, 4 * subject.period):  # whole chunks may be computed in another way
+        x = subject.tokens(length)
+        y = subject(x)[0]
+        for t in range(length - 1):
+            changed = torch.cat([x[:, : t + 1], 1 - x[:, t + 1 :]], dim=1)
+            worst = max(worst, distance(subject(changed)[0][:, : t + 1], y[:, : t + 1]))
     return worst
 
 
@@ -131,17 +133,23 @@ def splits(subject: Subject) -> float:
 
 @torch.no_grad()
 def padding(subject: Subject) -> float:
-    """Padding before, between and after the tokens changes no output of theirs, and no later output."""
+    """Padding before, between and after the tokens changes no output and no gradient of theirs, and no later output."""
     _needs(subject.has_mask, "mask")
     x, worst = subject.tokens(), 0.0
     expected, state = subject(x)
     later = subject.tokens(5, seed=2)
     following = subject(later, state)[0] if subject.has_state else x
+    with torch.enable_grad():
+        gradients = subject.gradients(x, lambda x: subject(x)[0].flatten(0, 1))
     places = (0, 1, subject.period, subject.period + 1, subject.length)
-    for place, count in itertools.product(places, (1, subject.period + 1)):
+    for place, count in itertools.product(places, (1, 2, subject.period + 1)):  # odd and even lengths
         padded, mask = _pad(x, place, count)
         y, kept = subject(padded, mask=mask)
         worst = max(worst, distance(y[mask], expected.flatten(0, 1)))
+        if count == 2:
+            with torch.enable_grad():
+                found = subject.gradients(x, lambda x: subject(_pad(x, place, 2)[0], mask=mask)[0][mask])  # noqa: B023
+            worst = max(worst, gradient_distance(found, gradients))
         if subject.has_state:
             worst = max(worst, distance(subject(later, kept)[0], following))
             worst = max(worst, distance(subject.pieces(padded, [3], mask=mask)[mask], expected.flatten(0, 1)))
@@ -151,15 +159,16 @@ def padding(subject: Subject) -> float:
 def resets(subject: Subject) -> float:
     """Packed documents have the outputs and gradients that they have alone."""
     _needs(subject.has_reset, "reset")
-    x, worst = subject.tokens(), 0.0
-    for starts in ([subject.period], sorted({1, 2, subject.period + 1}), [3, 7, subject.length - 1]):
-        rows = [[0, *starts], [0, *sorted(subject.length - start for start in starts)]]  # as in `_pad`: not alike
+    end, size, worst = subject.length, subject.period, 0.0
+    for length, starts in ((end, [size]), (end - 1, sorted({1, 2, size + 1})), (end, [3, 7, end - 1])):
+        x = subject.tokens(length)
+        rows = [[0, *starts], [0, *sorted(length - start for start in starts)]]  # as in `_pad`: not alike
         reset = torch.zeros(x.shape[:2], dtype=torch.bool)
         for row, places in enumerate(rows):
             reset[row, places] = True
 
         def apart(x: Tensor, rows: list[list[int]] = rows) -> Tensor:
-            pairs = [itertools.pairwise([*places, subject.length]) for places in rows]
+            pairs = [itertools.pairwise([*places, x.shape[1]]) for places in rows]
             return torch.stack(
                 [torch.cat([subject(x[r : r + 1, a:b])[0][0] for a, b in ends]) for r, ends in enumerate(pairs)]
             )
@@ -171,7 +180,7 @@ def resets(subject: Subject) -> float:
         if subject.has_state:
             worst = max(worst, distance(subject.pieces(x, [2], reset=reset), expected))
         if subject.has_mask:
-            padded, mask = _pad(x, subject.period, 2)
+            padded, mask = _pad(x, size, 2)
             marked = torch.zeros_like(mask).masked_scatter(mask, reset)
             worst = max(worst, distance(subject(padded, mask=mask, reset=marked)[0][mask], expected.flatten(0, 1)))
     return worst
@@ -201,7 +210,7 @@ def borrowed(subject: Subject) -> float:
 
 def derivatives(subject: Subject) -> float:
     """Gradients equal central differences, along one direction for the tokens and one for every parameter."""
-    x = subject.tokens(subject.period + 5)
+    x = subject.tokens()
     gradients = subject.gradients(x, lambda x: subject(x)[0]).values()
     leaves = [x, *(one for one in subject.module.parameters() if one.requires_grad)]
     return difference_error(lambda: subject(x)[0], leaves, list(gradients))

@@ -38,9 +38,17 @@ class Decay(nn.Module):
             x.masked_fill_(~mask.unsqueeze(-1), 0)
         if self.fault == "split" and x.shape[1] > 1:
             s = torch.zeros_like(s)
+        if self.fault == "odd" and x.shape[1] % 2:
+            mask = None
+        if self.fault == "even" and x.shape[1] % 2 == 0:
+            reset = None
+        if self.fault == "stopped" and mask is not None:
+            x = x.detach()
         read = self.w(x.float().to(x.dtype) if self.fault == "precision" else x)
         if self.fault == "future":
             read = read + 1e-3 * x.mean(1, keepdim=True)
+        if self.fault == "whole" and x.shape[1] % 16 == 0:
+            read = read + 1e-3 * x.roll(-1, 1)
         if self.fault == "batch":
             read = read + 1e-3 * x.mean(0)
         if self.fault == "training" and self.training:
@@ -64,6 +72,11 @@ class Decay(nn.Module):
         return (y.double() if self.fault == "type" else y), s
 
 
+class Stateless(Decay):
+    def forward(self, x: Tensor, mask: Tensor | None = None, reset: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, None, mask, reset)[0]
+
+
 class Dropout(Decay):
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         y, state = super().forward(x, state)
@@ -84,6 +97,10 @@ FAULTS = {
     "both": "packed = separate",
     "rows": "padding changes nothing",
     "pad decays": "padding changes nothing",
+    "odd": "padding changes nothing",
+    "even": "packed = separate",
+    "stopped": "padding changes nothing",
+    "whole": "no later token is seen",
     "type": "float32 = float64",
 }
 ALSO = {
@@ -92,15 +109,18 @@ ALSO = {
     "split": {"packed = separate", "padding changes nothing"},
     "future": {"splits agree", "packed = separate", "padding changes nothing"},
     "gradient": {"splits agree"},
-    "chunk": {"splits agree", "packed = separate"},
+    "chunk": {"splits agree", "packed = separate", "padding changes nothing"},
     "rows": {"packed = separate"},
     "pad decays": {"packed = separate"},
+    "odd": {"packed = separate"},
+    "whole": {"splits agree", "packed = separate", "padding changes nothing"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_breaks_its_law(fault: str) -> None:
-    broken = {title for title, found in examine(Subject(partial(Decay, fault), DIM, 16)) if found.failed}
+    kind = Stateless if fault in ("odd", "even") else Decay  # (pieces of several lengths would show these)
+    broken = {title for title, found in examine(Subject(partial(kind, fault), DIM, 16)) if found.failed}
     assert FAULTS[fault] in broken and broken <= {FAULTS[fault], *ALSO.get(fault, ())}
 
 
