@@ -345,7 +345,10 @@ class Adapter:
         if not count:  # a first token alone
             nothing = state.tokens[:, :0].float()
             return nothing, state.model, nothing.unsqueeze(-1).expand(-1, -1, self.fast.num_logits)
-        logits, after = self.fast(weights, state.tokens[:, :-1], state.model if self.carries else None, count)
+        try:
+            logits, after = self.fast(weights, state.tokens[:, :-1], state.model if self.carries else None, count)
+        except NotFinite as error:  # what a layer finds in its tokens
+            raise _diverged(state) from error
         values = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nats = F.cross_entropy(values.mT, state.tokens[:, -count:], reduction="none")
         return nats, map_tensors(Tensor.detach, after) if self.carries else None, values
@@ -354,10 +357,7 @@ class Adapter:
         """The last `count` entries, NaN where nothing is predicted."""
         nats = nats.masked_fill(~self._valid(state), torch.nan)
         if bool((~nats.isfinite() & self._valid(state)).any()):
-            raise NotFinite(
-                f"the loss is not finite after {state.position} tokens of the document: the fast weights have "
-                "diverged; lower the rule's base_lr"
-            )
+            raise _diverged(state)
         nats = F.pad(nats, (int(state.position == 0), 0), value=torch.nan)
         return nats[:, nats.shape[1] - count :]
 
@@ -381,6 +381,13 @@ class Adapter:
 
     def _numbers(self, batch: int) -> tuple[int, ...]:
         return tuple(range(self._documents, self._documents + batch))
+
+
+def _diverged(state: Adapted) -> NotFinite:
+    return NotFinite(
+        f"the loss is not finite after {state.position} tokens of the document: the fast weights have diverged; lower "
+        "the rule's base_lr"
+    )
 
 
 def _last(values: Tensor, count: int) -> Tensor:

@@ -153,6 +153,15 @@ def test_rules_of_the_inner_loop(rule: Adam) -> None:
     assert any(value.abs().max() > 0 for name, value in adapter.state.weights["commit"].items() if name.endswith("/up"))
 
 
+def test_weights_that_a_layer_finds_diverged_are_named() -> None:
+    adapter = Adapter(ours(), "lora", adam())
+    adapter.learn(IDS[:, :SIZE])
+    for value in adapter.state.weights["commit"].values():
+        value.fill_(torch.inf)
+    with pytest.raises(MetaTTTError, match="the fast weights have diverged; lower"):
+        adapter.read(IDS[:, :SIZE])
+
+
 def test_repetition_is_learned_and_generated() -> None:
     model, text = ours(), torch.arange(8).repeat(40)[None]
     adapter = Adapter(model, "all", adam(base_lr=0.02, mini_batch_size=16))
