@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Mapping
-from types import MethodType, NoneType
+from types import FunctionType, MethodType, NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,8 @@ PLAIN = {NoneType, bool, int, float, str, set, OrderedDict, Tensor}
 def replica(module: M) -> M:
     """A copy of the structure: modules of its own, down to the last, that share all tensors and other values.
 
-    What refers to a module from a list, a tuple, a dictionary or a bound method refers to the copy.
+    What refers to a module from a list, a tuple, a dictionary or a bound method refers to the copy. What is
+    compiled runs uncompiled there.
     """
     copied: M = _copied(module, {})
     return copied
@@ -78,11 +79,16 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
         return value if all(map(operator.is_, entries.values(), held.values())) else entries
     if kind is MethodType and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, _copied(value.__self__, made))
+    if kind is FunctionType and hasattr(value, "_torchdynamo_orig_callable"):  # of torch.compile
+        plain = value._torchdynamo_orig_callable
+        found = _copied(plain, made)
+        return value if found is plain else found
     if not isinstance(value, nn.Module):
         return value
     if id(value) not in made:
         copy = made[id(value)] = object.__new__(kind)
         attributes = value.__dict__.copy()  # as all copies here, in one step: another thread may add to the original
+        attributes.pop("_compiled_call_impl", None)  # `module.compile()`, which would call the original
         copy.__dict__.update(attributes)
         for name, held in attributes.items():
             if name in ("_parameters", "_buffers"):
@@ -91,4 +97,6 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
                 copy.__dict__[name] = {key: _copied(child, made) for key, child in held.copy().items()}
             elif type(held) not in PLAIN:
                 copy.__dict__[name] = _copied(held, made)
+        if "_orig_mod" in copy.__dict__["_modules"]:  # `torch.compile(module)`, which would call that module
+            copy.__dict__["forward"] = copy.__dict__["_modules"]["_orig_mod"]
     return made[id(value)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hf_for_tests
 import pytest
@@ -260,6 +261,23 @@ class Experts(nn.Module):
         rows = x.flatten(0, 1)
         half = (len(rows) + 1) // 2
         return torch.cat([self.experts[0](rows[:half]), self.experts[1](rows[half:])]).view_as(x)
+
+
+COMPILED: dict[str, Callable[[Any], object]] = {
+    "module.compile": lambda block: block.compile(backend="eager"),
+    "linear.compile": lambda block: block.ffn.down.compile(backend="eager"),
+    "torch.compile": lambda block: setattr(block, "ffn", torch.compile(block.ffn, backend="eager")),
+    "forward": lambda block: setattr(block, "forward", torch.compile(block.forward, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_model_with_compiled_modules_learns_as_without(kind: str) -> None:
+    """A compiled module of the model's copy must not call that of the model, which has no fast weights."""
+    model = ours("attention")
+    expected = Adapter(model, "mlp", adam()).read(IDS).nats
+    COMPILED[kind](model.blocks[1])
+    close(Adapter(model, "mlp", adam()).read(IDS).nats, expected)
 
 
 @pytest.mark.parametrize("rank", [2, None])
