@@ -180,7 +180,8 @@ def _unaligned(
     device, tracing = ctx.positions.device, torch.compiler.is_compiling()
     if ctx.first is not None and tracing:
         raise MetaTTTError(
-            "reset= needs a layout that depends on its values, which torch.compile cannot trace: call the layer eagerly"
+            "reset= needs a layout that depends on its values, which torch.compile and torch.export cannot trace: call "
+            "the layer eagerly, or one document a call without reset="
         )
     valid, first = (ctx.valid, ctx.first) if host is None else host
     if not tracing:
