@@ -247,6 +247,13 @@ def test_learners_that_keep_data_or_a_layer_are_one_graph(given: str) -> None:
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x)[0], layer(x)[0])
 
 
+@pytest.mark.parametrize("given", ["kernel_ridge", "mesa_net learner.solver=exact"])
+def test_compiled_for_any_length_settings_are_numbers_that_the_compiler_leaves_open(given: str) -> None:
+    layer = metattt.build(*f"layer={given}".split(), dim=8, num_heads=2, seed=0)
+    x, graph = torch.randn(1, 5, 8), torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(graph(x)[0], layer(x)[0])
+
+
 @pytest.mark.parametrize("length", [3, 5])
 def test_compiled_for_any_length_sequences_go_on_at_places_of_their_own(length: int) -> None:
     """Mini-batches that end in the call are committed, at whatever token of it."""

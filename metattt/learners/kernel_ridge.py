@@ -92,7 +92,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         block = new[..., past:] + self.ridge * identity
         old, solved = (state["factor"], state["solved"]) if state else (new[:, :, :0, :0], v[:, :, :0])
         left = torch.linalg.solve_triangular(old, new[..., :past].mT, upper=False).mT
-        right = cholesky(block - left @ left.mT, f"set learner.ridge above {self.ridge:g}")
+        right = cholesky(block - left @ left.mT, "learner.ridge", self.ridge)
         rows = torch.linalg.solve_triangular(right, v - left @ solved, upper=False)
         top = torch.cat([old, old.new_zeros(*old.shape[:3], right.shape[-1])], dim=3)
         return torch.cat([top, torch.cat([left, right], dim=3)], dim=2), torch.cat([solved, rows], dim=2)

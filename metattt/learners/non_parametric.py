@@ -61,19 +61,19 @@ class NonParametric(Learner):
         return f"{self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else value
 
 
-def cholesky(matrix: Tensor, more: str) -> Tensor:
+def cholesky(matrix: Tensor, ridge: str, value: float) -> Tensor:
     """L of LLᵀ = `matrix` `[..., n, n]`; NaN where there is none, so that NaN in one sequence stays there.
 
     Raises:
-        MetaTTTError: finite numbers that rounding has left without a factor; `more` is the override that helps. (Not
-            where values cannot be looked at: then NaN appears in the result.)
+        MetaTTTError: finite numbers that rounding has left without a factor, for this `value` of the override `ridge`.
+            (Not where values cannot be looked at: then NaN appears in the result.)
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     failed = info != 0
     elsewhere = torch.compiler.is_compiling() or transformed() or RECORDING.get() or stands_for_others(matrix)
     if not (elsewhere or matrix.is_meta) and bool(failed.any()) and bool(matrix.isfinite().all()):
         raise MetaTTTError(
-            f"the inner regression cannot be solved in {matrix.dtype}, keys are too large for its ridge: {more}, or "
-            "normalize keys, e.g. task.normalize_qk=true"
+            f"the inner regression cannot be solved in {matrix.dtype}, keys are too large for its ridge: set {ridge} "
+            f"above {value:g}, or normalize keys, e.g. task.normalize_qk=true"
         )
     return torch.where(failed[..., None, None], torch.nan, factor)

@@ -109,7 +109,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         if self.solver == "exact":
             outer = (part.k.unsqueeze(-1) * part.k.unsqueeze(-2)).flatten(-2)  # [..., c, d²]
             full = part.kept[..., None, None] * gram.unsqueeze(-3) + (mix @ outer).unflatten(-1, gram.shape[-2:])
-            factor = cholesky(full + torch.diag_embed(ridge), f"set learner.ridge_floor above {self.ridge_floor:g}")
+            factor = cholesky(full + torch.diag_embed(ridge), "learner.ridge_floor", self.ridge_floor)
             x = torch.cholesky_solve(part.q.unsqueeze(-1), factor).squeeze(-1)
         else:
             shape = part.k.shape[:-1]
