@@ -33,7 +33,7 @@ _HOMES = {
     "build": "metattt.composition.compose",
     "load_model": "metattt.checkpoints.trained",
 }
-_PACKAGES = ("learners", "models", "optimizers", "tasks")
+_PACKAGES = ("bidirectional", "combined", "learners", "models", "optimizers", "tasks", "testing")
 
 
 def __getattr__(name: str) -> Any:

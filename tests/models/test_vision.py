@@ -59,6 +59,7 @@ def test_timm_knows_the_models_after_import() -> None:
 
 def test_packages_are_attributes() -> None:
     names = ("models.from_published", "learners.MLP", "tasks.NextToken", "optimizers.Momentum")
+    names += ("bidirectional.Bidirectional", "combined.Combined", "testing.LearnerConformance")
     fresh(["torch"], [f"import metattt; metattt.{name}; assert 'models' in dir(metattt)" for name in names])
     with pytest.raises(AssertionError, match="no attribute 'nothing'"):
         fresh(["torch"], ["import metattt; metattt.nothing"])
