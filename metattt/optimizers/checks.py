@@ -162,8 +162,9 @@ def linear_rule(
         for name in RULE
         if name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(InnerOptimizer, name)
     ]
+    own = "acts once per mini-batch" if hasattr(optimizer, "move") else f"has its own {', '.join(changed)}"
     for wrong, reason in (
-        (bool(changed), f"{type(optimizer).__name__} has its own {', '.join(changed)}"),
+        (bool(changed), f"{type(optimizer).__name__} {own}"),
         (optimizer.anchor != anchor, f"optimizer.anchor={optimizer.anchor}"),
         (optimizer.read not in reads, f"optimizer.read={optimizer.read}"),
         (optimizer.steps != 1, f"optimizer.steps={optimizer.steps}"),

@@ -213,6 +213,8 @@ def test_parts_that_say_nothing() -> None:
     block = lines(TTTLayer(16, 2, Half(), Cubic(), Doubled()))
     assert "W_j = Doubled.move(W_{j−1}, U_j)" in block and "Doubled: Twice the gradient." in block
     assert "U_j = −Σ_s η_s G_s, s over the 4 tokens of mini-batch j" in block
+    reasons = TTTLayer(16, 2, Reconstruction(), MLP(), Doubled()).plan.reasons
+    assert reasons["ttt_mlp.native"] == "Doubled acts once per mini-batch"
 
 
 def test_what_a_class_says_does_not_count_for_a_subclass_that_changes_it() -> None:
