@@ -153,10 +153,10 @@ def _scored(
         adapter.reset() if resets else adapter.next_documents()
         began = time.perf_counter()
         score = (adapter.read if learns else adapter.score)(list(group))
+        found = score.nats.double().cpu()  # waits for the device
         seconds += time.perf_counter() - began
         if not unseen([score]):
             raise RuntimeError("a token was scored after it had been learned")
-        found = score.nats.double().cpu()
         valid = ~found.isnan()
         count[: found.shape[1]] += valid.sum(0).numpy()
         nats[: found.shape[1]] += found.nan_to_num().sum(0).numpy()

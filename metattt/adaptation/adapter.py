@@ -125,7 +125,8 @@ class Adapter:
         self.base, self.clip = model, clip
         self.fast = FastModel(model, fast, rank, frozen_blocks, seed)
         self.rule = Adam(base_lr=1e-3, eps=1e-11, mini_batch_size=64) if rule is None else rule
-        self._gates = constant_gates(self.rule, list(self.fast.start))
+        widest = max(self.fast.start.values(), key=lambda value: value.dtype.itemsize)
+        self._gates = constant_gates(self.rule, list(self.fast.start), widest)
         self.carries = context is None and self.fast.ours
         self.context = (0 if self.carries else self.rule.mini_batch_size) if context is None else context
         check_integer("context", self.context, 0)
@@ -372,8 +373,7 @@ class Adapter:
     def _begun(self, batch: int) -> Adapted:
         """The state at the start of `batch` documents."""
         start = self.fast.start
-        wide = max((value.dtype for value in start.values()), key=lambda dtype: dtype.itemsize)
-        memory = self.rule.begin(at_start(self.rule.slots, start.items(), batch, wide))
+        memory = self.rule.begin(at_start(self.rule.slots, start.items(), batch, self._gates.eta.dtype))
         device = next(self.base.parameters()).device
         tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
         none = (None,) * batch

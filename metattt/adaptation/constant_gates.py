@@ -12,8 +12,8 @@ from metattt.optimizers.block import BlockRule
 from metattt.state import Context
 
 
-def constant_gates(rule: BlockRule, names: list[str]) -> Gates:
-    """The gates of a rule for fast weights of these names, `[1, 1, 1]` each.
+def constant_gates(rule: BlockRule, names: list[str], like: Tensor) -> Gates:
+    """The gates of a rule for fast weights of these names, `[1, 1, 1]` each, of the type and on the device of `like`.
 
     Raises:
         MetaTTTError: a rule that moves its weights token by token, or whose gates depend on the tokens.
@@ -32,10 +32,10 @@ def constant_gates(rule: BlockRule, names: list[str]) -> Gates:
     rule.setup(1, 1, 1, names)
     found: list[Gates] = []
     for value in (-3.0, 0.0, 3.0):
-        x = torch.full((1, 1, 1), value)
+        x = torch.full((1, 1, 1), value, dtype=like.dtype)
         gates, _ = rule.gates(x, {}, Context(x, None, None, 1))
         assert isinstance(gates, Gates)
-        found.append(map_tensors(Tensor.detach, gates))
+        found.append(map_tensors(lambda gate: gate.detach().to(like), gates))
     for field in Gates._fields:
         first, *others = (getattr(gates, field) for gates in found)
         if first is not None and (field == "weight_lr" or not all(torch.equal(first, other) for other in others)):
