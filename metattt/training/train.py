@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning import Callback, Trainer, seed_everything
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Checkpoint,
@@ -203,6 +204,8 @@ def _trainer(cfg: DictConfig, done: int) -> Trainer:
         settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
     if "enable_progress_bar" not in cfg.trainer:  # the same
         settings["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    if cfg.trainer.get("accelerator") == "auto" and MPSAccelerator.is_available():
+        settings["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are added up
     if (profiler := cfg.trainer.get("profiler")) in PROFILERS:
         settings["profiler"] = PROFILERS[profiler](dirpath=cfg.output_dir, filename="profile")
     trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.accelerators import MPSAccelerator
 from refusals_for_tests import refusal
 from runs_for_tests import TINY, after_step, column, log, steps, tiny
 
@@ -50,6 +51,11 @@ def test_a_signal_that_is_ignored_stays_ignored(corpus: Path, tmp_path: Path, mo
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_the_cpu_computes_beside_a_gpu_of_apple(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MPSAccelerator, "is_available", lambda: True)
+    assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=1", "trainer.accelerator=auto")) == 0
 
 
 def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) -> None:
