@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import metattt
 from metattt import Adapter, MetaTTTError
+from metattt.adaptation.constant_gates import constant_gates
 from metattt.models import LanguageModel
 from metattt.optimizers import Adam, BlockMomentum, GradientDescent, Sign
 
@@ -363,3 +364,8 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     refusal(lambda: Adapter(llama(), rule=adam(mini_batch_size=20)), "32 positions")
     with pytest.raises(MetaTTTError, match=r"not finite|NaN"):
         Adapter(ours(), "all", momentum(base_lr=1e30), clip=None).read(IDS)
+
+
+def test_the_steps_of_a_model_in_float64_are_not_rounded() -> None:
+    rule = BlockMomentum(base_lr=0.3, lr="constant", lr_scale="none", momentum="none")
+    assert constant_gates(rule, ["w"], torch.zeros(1, dtype=torch.float64)).eta.item() == 0.3
