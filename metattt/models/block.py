@@ -17,6 +17,7 @@ from metattt.inner.causality import Causality
 from metattt.inner.packing import Packing
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import CausalConv, RMSNorm, transformed
+from metattt.native import passes
 from metattt.sequence_layer import SequenceLayer
 from metattt.state import Context
 
@@ -38,30 +39,11 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., D]` to `[..., D]`."""
         gate, up = self.gate(x), self.up(x)
+        fits = gate.numel() % passes.LEAST == 0 and passes.ready(gate, up)
         plain = not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed()
-        return self.down(F.silu(gate) * up if plain or gate.dtype != up.dtype else _Gated.apply(gate, up))
-
-
-class _Gated(torch.autograd.Function):
-    """`silu(a) ∘ b`, bit for bit as torch computes it, but `silu(a)` is not kept for the derivative: a third less
-    memory, and fewer passes over it."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.set_materialize_grads(False)
-        return F.silu(a).mul_(b)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if dy is None:
-            return None, None
-        a, b = ctx.saved_tensors
-        if torch.is_grad_enabled():  # someone differentiates this backward pass again
-            open_ = torch.sigmoid(a)
-            return dy * b * open_ * (1 + a * (1 - open_)), dy * a * open_
-        product = dy * b
-        return torch.ops.aten.silu_backward.grad_input(product, a, grad_input=product), F.silu(a).mul_(dy)
+        if not fits and (plain or gate.dtype != up.dtype):
+            return self.down(F.silu(gate) * up)
+        return self.down(passes.Gated.apply(gate, up, fits))
 
 
 class Block(nn.Module):

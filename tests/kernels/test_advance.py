@@ -15,11 +15,12 @@ from mini_batches import given_of, inputs, like, part, poisoned_memory
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.cpu import native, native_advance
+from metattt.kernels.cpu import native_advance
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
+from metattt.native import library as native
 from metattt.optimizers.base import Gates
 from metattt.tasks.base import Views
 

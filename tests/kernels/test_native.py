@@ -18,13 +18,14 @@ from mini_batches import Leaves, given_of, inputs, written_out
 from refusals_for_tests import refusal
 from torch import Tensor
 
-from metattt.kernels.cpu import native, native_scan
+from metattt.kernels.cpu import native_scan
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
+from metattt.native import library as native
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.tasks.base import Views
@@ -120,7 +121,7 @@ def test_threads_and_no_gradients_give_the_same_bits(kind: str) -> None:
 def test_a_thread_that_outlives_the_main_one_goes_on() -> None:
     """From then on no thread of a pool can begin."""
     program = (
-        "import threading; from metattt.kernels.cpu.threads import divide\n"
+        "import threading; from metattt.native.threads import divide\n"
         "def late():\n"
         "    threading.main_thread().join()\n"
         "    print(sorted(divide(lambda first, last: last - first, 10, 3)))\n"
@@ -275,7 +276,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 def test_a_second_process_loads_what_the_first_compiled_if_it_is_whole(empty_cache: Path) -> None:
     source = KERNELS["linear"].source
     program = (
-        "from pathlib import Path; from metattt.kernels.cpu import native\n"
+        "from pathlib import Path; from metattt.native import library as native\n"
         f"assert native.load(Path({str(source)!r}), {{'WIDTH': 16, 'TOKENS': 16, 'BIAS': 0}})"
     )
     times = []

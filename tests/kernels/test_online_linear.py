@@ -12,12 +12,12 @@ from torch import Tensor
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
-from metattt.kernels.cpu.native import load
 from metattt.kernels.online_linear.naive import online_linear
 from metattt.kernels.online_linear.native import SOURCE, NativeOnlineDot, NativeOnlineLinear
 from metattt.kernels.online_linear.rule import OnlineLinear, pairs_of
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
+from metattt.native.library import load
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Momentum

@@ -97,7 +97,7 @@ def test_seed_and_stop() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_gated_product_of_a_block(dtype: torch.dtype) -> None:
     """Bit for bit as torch computes it, and a tensor less is kept; once, twice and forward differentiable."""
-    ffn = SwiGLU(6, 10).to(dtype)
+    ffn = SwiGLU(6, 10).to(dtype)  # of no size that C++ takes
     x = torch.randn(2, 3, 6, dtype=dtype, requires_grad=True)
     given, found, kept = (x, *ffn.parameters()), [], []
     for function in (ffn, lambda x: ffn.down(F.silu(ffn.gate(x)) * ffn.up(x))):

@@ -17,8 +17,8 @@ from torch.autograd.graph import increment_version
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.cpu.threads import divide
 from metattt.kernels.operator import dense, rows
+from metattt.native.threads import divide
 from metattt.state import Tensors
 
 MOST_WEIGHTS = 4  #: most weights of a learner

@@ -46,7 +46,7 @@ def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
             except (OSError, RuntimeError, ValueError) as error:
                 _log.debug("%s is not compiled: %s", source, error)
                 _loaded[key] = None
-                _warn(source.parent.name, error)
+                _warn(source.stem if source.parent == HEADERS else source.parent.name, error)
         return _loaded[key]
 
 

@@ -1,0 +1,1 @@
+"""C++ for the CPU: compiled on first use, called by several threads; and what a model does between matrix products."""
