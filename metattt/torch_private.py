@@ -16,10 +16,8 @@ fake_mode = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.
 """The `FakeTensorMode` in force, in which tensors have no numbers; None outside of all."""
 
 
-def watched() -> bool:
-    """Whether a mode is in force that sees every operation: one that counts or traces, or whose tensors have no
-    numbers."""
-    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+"""The numbers of modes in force that see every operation: that count or trace, or whose tensors have no numbers."""
 
 
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks

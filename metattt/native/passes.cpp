@@ -12,8 +12,7 @@ struct Scaling {
     int64_t width, heads, count, each, mean;
     double eps;
     View x, y, dy, dx, inverse;  // inverse [batch, head, token]: what x was multiplied with
-    const float* scale;
-    float* dscale;  // [units, width]
+    View scale, dscale;          // [width], null: ones; [units, width]
 };
 
 struct Rows {  // tokens of a head of a sequence that are a unit
@@ -29,14 +28,14 @@ extern "C" int scale_rows(const Scaling& c, int64_t first, int64_t last) {
     for (int64_t unit = first; unit < last; ++unit) {
         const Rows r(c, unit);
         for (int64_t t = r.first; t < r.last; ++t) {
-            const float* x = c.x.at(r.batch, r.head, t);
+            const float *x = c.x.at(r.batch, r.head, t), *scale = c.scale.data;
             float* y = c.y.at(r.batch, r.head, t);
             Vector sums = {};
             for (int64_t j = 0; j < c.width; j += VL) sums += load(x + j) * load(x + j);
             const float square = total(sums), eps = static_cast<float>(c.eps), length = sqrtf(square);
             const float factor = 1 / (c.mean ? sqrtf(square / c.width + eps) : length < eps ? eps : length);
             *c.inverse.at(r.batch, r.head, t) = factor;
-            for (int64_t j = 0; j < c.width; j += VL) store(y + j, load(x + j) * factor * (c.scale ? load(c.scale + j) : splat(1)));
+            for (int64_t j = 0; j < c.width; j += VL) store(y + j, load(x + j) * factor * (scale ? load(scale + j) : splat(1)));
         }
     }
     return 0;
@@ -45,7 +44,8 @@ extern "C" int scale_rows(const Scaling& c, int64_t first, int64_t last) {
 extern "C" int scale_rows_back(const Scaling& c, int64_t first, int64_t last) {
     for (int64_t unit = first; unit < last; ++unit) {
         const Rows r(c, unit);
-        float* dscale = c.dscale ? c.dscale + unit * c.width : nullptr;
+        const float* scale = c.scale.data;
+        float* dscale = scale ? c.dscale.data + unit * c.width : nullptr;
         for (int64_t j = 0; dscale && j < c.width; j += VL) store(dscale + j, Vector{});
         for (int64_t t = r.first; t < r.last; ++t) {
             const float *x = c.x.at(r.batch, r.head, t), *dy = c.dy.at(r.batch, r.head, t);
@@ -54,13 +54,13 @@ extern "C" int scale_rows_back(const Scaling& c, int64_t first, int64_t last) {
             Vector sums = {};
             for (int64_t j = 0; j < c.width; j += VL) {
                 const Vector product = load(x + j) * load(dy + j);
-                sums += c.scale ? product * load(c.scale + j) : product;
+                sums += scale ? product * load(scale + j) : product;
                 if (dscale) store(dscale + j, load(dscale + j) + product * factor);
             }
             const bool moves = c.mean || factor < 1 / static_cast<float>(c.eps);  // below eps the factor is a constant
             const float along = moves ? total(sums) * factor * factor / (c.mean ? c.width : 1) : 0;
             for (int64_t j = 0; j < c.width; j += VL) {
-                const Vector d = c.scale ? load(dy + j) * load(c.scale + j) : load(dy + j);
+                const Vector d = scale ? load(dy + j) * load(scale + j) : load(dy + j);
                 store(dx + j, factor * (d - along * load(x + j)));
             }
         }
@@ -72,9 +72,8 @@ extern "C" int scale_rows_back(const Scaling& c, int64_t first, int64_t last) {
 
 struct Convolution {
     int64_t batch, count, dim, taps;
-    View x, y, dy, dx;  // x and dx have taps - 1 rows before the first token
-    const float *weight, *bias;  // [dim, taps], [dim]
-    float *dweight, *dbias;
+    View x, y, dy, dx;                   // [batch, row, dim]; x and dx have taps - 1 rows before the first token
+    View weight, bias, dweight, dbias;  // [dim, taps]; [dim], null: zeros
 };
 
 constexpr int UNIT = 32;  // channels
@@ -84,17 +83,17 @@ template <int W, int M>
 static void convolve(const Convolution& c, int64_t at) {
     Vector w[W][M], bias[M];
     for (int m = 0; m < M; ++m) {
-        bias[m] = c.bias ? load(c.bias + at + m * VL) : Vector{};
+        bias[m] = c.bias.data ? load(c.bias.data + at + m * VL) : Vector{};
         for (int i = 0; i < VL; ++i)
-            for (int j = 0; j < W; ++j) w[j][m][i] = c.weight[(at + m * VL + i) * W + j];
+            for (int j = 0; j < W; ++j) w[j][m][i] = c.weight.data[(at + m * VL + i) * W + j];
     }
     for (int64_t b = 0; b < c.batch; ++b) {
         Vector seen[W][M];
         for (int j = 1; j < W; ++j)
-            for (int m = 0; m < M; ++m) seen[j][m] = load(c.x.at(b, 0, j - 1) + at + m * VL);
+            for (int m = 0; m < M; ++m) seen[j][m] = load(c.x.at(b, j - 1, 0) + at + m * VL);
         for (int64_t t = 0; t < c.count; ++t) {
-            const float* x = c.x.at(b, 0, t + W - 1) + at;
-            float* y = c.y.at(b, 0, t) + at;
+            const float* x = c.x.at(b, t + W - 1, 0) + at;
+            float* y = c.y.at(b, t, 0) + at;
             for (int m = 0; m < M; ++m) {
                 Vector sum = bias[m];
                 for (int j = 0; j < W - 1; ++j) seen[j][m] = seen[j + 1][m];
@@ -114,15 +113,15 @@ static void convolve_back(const Convolution& c, int64_t at) {
         dbias[m] = Vector{};
         for (int j = 0; j < W; ++j) dw[j][m] = Vector{};
         for (int i = 0; i < VL; ++i)
-            for (int j = 0; j < W; ++j) w[j][m][i] = c.weight[(at + m * VL + i) * W + j];
+            for (int j = 0; j < W; ++j) w[j][m][i] = c.weight.data[(at + m * VL + i) * W + j];
     }
     for (int64_t b = 0; b < c.batch; ++b) {
         Vector dy[W][M];
         for (int j = 0; j < W; ++j)
             for (int m = 0; m < M; ++m) dy[j][m] = Vector{};
         for (int64_t r = 0; r < c.count + W - 1; ++r) {
-            const float *x = c.x.at(b, 0, r) + at, *from = r < c.count ? c.dy.at(b, 0, r) + at : nullptr;
-            float* dx = c.dx.at(b, 0, r) + at;
+            const float *x = c.x.at(b, r, 0) + at, *from = r < c.count ? c.dy.at(b, r, 0) + at : nullptr;
+            float* dx = c.dx.at(b, r, 0) + at;
             for (int m = 0; m < M; ++m) {
                 for (int j = W - 1; j > 0; --j) dy[j][m] = dy[j - 1][m];
                 dy[0][m] = from ? load(from + m * VL) : Vector{};
@@ -138,9 +137,9 @@ static void convolve_back(const Convolution& c, int64_t at) {
         }
     }
     for (int m = 0; m < M; ++m) {
-        store(c.dbias + at + m * VL, dbias[m]);
+        store(c.dbias.data + at + m * VL, dbias[m]);
         for (int i = 0; i < VL; ++i)
-            for (int j = 0; j < W; ++j) c.dweight[(at + m * VL + i) * W + j] = dw[j][m][i];
+            for (int j = 0; j < W; ++j) c.dweight.data[(at + m * VL + i) * W + j] = dw[j][m][i];
     }
 }
 
@@ -173,8 +172,7 @@ extern "C" int convolve_rows_back(const Convolution& c, int64_t first, int64_t l
 
 struct Gating {
     int64_t size, each;  // floats, and of a unit
-    const float *a, *b, *dy;
-    float *y, *da, *db;
+    View a, b, dy, y, da, db;  // dense
 };
 
 template <bool Back>
@@ -183,17 +181,17 @@ static int gate_units(const Gating& c, int64_t first, int64_t last) {
     const int64_t end = last * c.each < c.size ? last * c.each : c.size;
     for (int64_t i = first * c.each; i < end; i += M * VL) {
         Vector power[M];
-        for (int m = 0; m < M; ++m) power[m] = -load(c.a + i + m * VL);
+        for (int m = 0; m < M; ++m) power[m] = -load(c.a.data + i + m * VL);
         exponential(power);
         for (int m = 0; m < M; ++m) {
             const int64_t at = i + m * VL;
-            const Vector a = load(c.a + at), b = load(c.b + at), open = 1 / (1 + power[m]);
+            const Vector a = load(c.a.data + at), b = load(c.b.data + at), open = 1 / (1 + power[m]);
             if (Back) {
-                const Vector dy = load(c.dy + at);
-                store(c.da + at, dy * b * open * (1 + a * (1 - open)));
-                store(c.db + at, dy * a * open);
+                const Vector dy = load(c.dy.data + at);
+                store(c.da.data + at, dy * b * open * (1 + a * (1 - open)));
+                store(c.db.data + at, dy * a * open);
             } else {
-                store(c.y + at, a * open * b);
+                store(c.y.data + at, a * open * b);
             }
         }
     }

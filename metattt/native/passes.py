@@ -6,8 +6,10 @@ Whoever calls one of the three asks `ready` first, and computes it with torch wh
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from metattt.native.call import run
 from metattt.native.library import load
-from metattt.torch_private import interpreter_stack, watched
+from metattt.native.threads import divide
+from metattt.torch_private import dispatch_modes, function_modes, interpreter_stack
 
 SOURCE = Path(__file__).with_name("passes.cpp")
 LEAST = 16  #: rows, channels and gates must be multiples of so many numbers
@@ -27,27 +29,41 @@ SMALLEST_SHARE = 2**16  #: numbers that are worth a thread
 _ROWS, _CHANNELS, _GATES = 64, 32, 2**12  # of a unit of work
 
 
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled `passes.cpp`; None where it cannot be compiled."""
+    return load(SOURCE, {})
+
+
 def ready(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the functions below take `x` and the others: fp32 in the memory of this process, with a compiler on this
     machine, nobody who watches each operation, and something to win (for one token, without derivatives, there is not).
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
-    if watched() or forward_ad._current_level >= 0 or interpreter_stack() is not None:
+    if dispatch_modes() or function_modes() or forward_ad._current_level >= 0 or interpreter_stack() is not None:
         return False
-    given = [one for one in (x, *others) if one is not None]
-    if any(type(one) not in (Tensor, nn.Parameter) or one.device.type != "cpu" for one in given):
-        return False
-    if any(one.dtype != torch.float32 or one.is_neg() for one in given):
-        return False
+    for one in (x, *others):
+        if one is not None and (type(one) not in (Tensor, nn.Parameter) or one.device.type != "cpu" or one.is_neg()):
+            return False
+        if one is not None and one.dtype != torch.float32:
+            return False
     wins = torch.is_grad_enabled() or (x.ndim > 2 and min(x.shape[1:-1]) > 1)
-    return wins and load(SOURCE, {}) is not None
+    return wins and library() is not None
 
 
-def _run(name: str, sizes: Sequence[int], views: Sequence[Any], arrays: Sequence[Any], units: int, size: int) -> None:
-    """Calls a function of the library for tensors of so many numbers."""
-    if run(getattr(load(SOURCE, {}), name), sizes, views, arrays, units, size // SMALLEST_SHARE):
-        raise NotImplementedError(f"{name} of {sizes}")
+def _run(name: str, sizes: Sequence[int], tensors: Sequence[Tensor | None], units: int, size: int) -> None:
+    """Calls a function of the library for all units of its work on so many numbers; ctypes gives up the lock of the
+    interpreter. `sizes` and `tensors` are what the fields of its struct are made of, in order: 8-byte numbers, views."""
+    numbers, function = list(sizes), getattr(library(), name)
+    for x in tensors:
+        numbers += (0, 0, 0, 0) if x is None else (x.data_ptr(), *(*x.stride(), 0, 0, 0)[:3])
+    packed = struct.pack(f"={len(numbers)}q", *numbers)
+    threads = min(torch.get_num_threads(), units, size // SMALLEST_SHARE)
+    if threads > 1:
+        divide(lambda first, last: function(packed, ctypes.c_int64(first), ctypes.c_int64(last)), units, threads)
+    else:
+        function(packed, ctypes.c_int64(0), ctypes.c_int64(units))
 
 
 def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
@@ -63,12 +79,16 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, eps: float, mean: bool) -> Tensor:
-        rows = _rows(x)
+        rows = _rows(x, x)
         y, inverse = torch.empty_like(rows), rows.new_empty(rows.shape[:3])
         ctx.save_for_backward(x, scale, inverse)
         ctx.set_materialize_grads(False)
-        ctx.kind = eps, mean
-        Scaled._call("scale_rows", ctx.kind, [rows, y, None, None, inverse], [scale, None])
+        scale = None if scale is None else scale.contiguous()
+        units = rows.shape[0] * rows.shape[1] * -(-rows.shape[2] // _ROWS)
+        (bits,) = struct.unpack("=q", struct.pack("=d", eps))
+        ctx.sizes, ctx.units = (rows.shape[3], rows.shape[1], rows.shape[2], _ROWS, int(mean), bits), units
+        ctx.plain = partial(Scaled.plain, eps=eps, mean=mean)
+        _run("scale_rows", ctx.sizes, [rows, y, None, None, inverse, scale, None], units, rows.numel())
         return y.view(x.shape)
 
     @staticmethod
@@ -77,11 +97,10 @@ class Scaled(torch.autograd.Function):
             return None, None, None, None
         x, scale, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_again(lambda x, scale: Scaled.plain(x, scale, *ctx.kind), [x, scale], dy), None, None
-        rows = _rows(x)
-        dx, sums = torch.empty_like(rows), None if scale is None else scale.new_empty(_units(rows), x.shape[-1])
-        views = [rows, None, dy.reshape(rows.shape), dx, inverse]
-        Scaled._call("scale_rows_back", ctx.kind, views, [scale, sums])
+            return *_again(ctx.plain, [x, scale], dy), None, None
+        rows, dy, scale = _rows(x, x), _rows(dy, x), None if scale is None else scale.contiguous()
+        dx, sums = torch.empty_like(rows), None if scale is None else scale.new_empty(ctx.units, x.shape[-1])
+        _run("scale_rows_back", ctx.sizes, [rows, None, dy, dx, inverse, scale, sums], ctx.units, rows.numel())
         return dx.view(x.shape), None if sums is None else sums.sum(0), None, None
 
     @staticmethod
@@ -90,21 +109,11 @@ class Scaled(torch.autograd.Function):
         y = F.rms_norm(x, x.shape[-1:], eps=eps) if mean else F.normalize(x, dim=-1, eps=eps)
         return y if scale is None else y * scale
 
-    @staticmethod
-    def _call(name: str, kind: tuple[float, bool], views: Sequence[Any], arrays: Sequence[Any]) -> None:
-        rows, (eps, mean) = views[0], kind
-        (bits,) = struct.unpack("=q", struct.pack("=d", eps))
-        sizes = rows.shape[3], rows.shape[1], rows.shape[2], _ROWS, int(mean), bits
-        _run(name, sizes, views, arrays, _units(rows), rows.numel())
 
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` `[..., d]` as `[B, H, T, d]` whose rows are dense."""
-    return x if x.ndim == 4 and x.stride(3) == 1 else x.reshape(1, 1, -1, x.shape[-1])
-
-
-def _units(rows: Tensor) -> int:
-    return rows.shape[0] * rows.shape[1] * -(-rows.shape[2] // _ROWS)
+def _rows(x: Tensor, like: Tensor) -> Tensor:
+    """`x` `[..., d]` as `[B, H, T, d]` whose rows are dense; where `like` is not laid out so, as `[1, 1, n, d]`."""
+    x = x if like.ndim == 4 and like.stride(3) == 1 else x.reshape(1, 1, -1, x.shape[-1])
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 class Convolved(torch.autograd.Function):
@@ -116,8 +125,11 @@ class Convolved(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.set_materialize_grads(False)
-        y = x.new_empty(x.shape[0], x.shape[1] - weight.shape[2] + 1, x.shape[2])
-        Convolved._call("convolve_rows", [x, y, None, None], [weight, bias, None, None])
+        x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
+        (batch, rows, dim), taps = x.shape, weight.shape[2]
+        y = x.new_empty(batch, rows - taps + 1, dim)
+        ctx.sizes, ctx.units = (batch, rows - taps + 1, dim, taps), -(-dim // _CHANNELS)
+        _run("convolve_rows", ctx.sizes, [x, y, None, None, weight, bias, None, None], ctx.units, x.numel())
         return y
 
     @staticmethod
@@ -127,21 +139,16 @@ class Convolved(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():
             return tuple(_again(Convolved.plain, [x, weight, bias], dy))
+        x, weight, dy = x.contiguous(), weight.contiguous(), dy.contiguous()
         dx, dweight, dbias = x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(len(weight))
-        Convolved._call("convolve_rows_back", [x, None, dy, dx], [weight, None, dweight, dbias])
+        tensors = [x, None, dy, dx, weight, None, dweight, dbias]
+        _run("convolve_rows_back", ctx.sizes, tensors, ctx.units, x.numel())
         return dx, dweight, None if bias is None else dbias
 
     @staticmethod
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same by torch: as an image of height 1 with its channels last, which is how it lies in memory."""
         return F.conv2d(x.mT.unsqueeze(2), weight.unsqueeze(2), bias, groups=len(weight)).squeeze(2).mT
-
-    @staticmethod
-    def _call(name: str, views: Sequence[Any], arrays: Sequence[Any]) -> None:
-        (batch, rows, dim), taps = views[0].shape, arrays[0].shape[2]
-        views = [None if x is None else x.unsqueeze(1) for x in views]
-        sizes = batch, rows - taps + 1, dim, taps
-        _run(name, sizes, views, arrays, -(-dim // _CHANNELS), batch * rows * dim)
 
 
 class Gated(torch.autograd.Function):
@@ -155,8 +162,9 @@ class Gated(torch.autograd.Function):
         ctx.fits = fits
         if not fits:
             return F.silu(a).mul_(b)
-        y = a.new_empty(a.shape)
-        Gated._call("gate", [a, b, None, y, None, None])
+        a, b = a.contiguous(), b.contiguous()
+        y, size = torch.empty_like(a), a.numel()
+        _run("gate", (size, _GATES), [a, b, None, y, None, None], -(-size // _GATES), size)
         return y
 
     @staticmethod
@@ -169,11 +177,7 @@ class Gated(torch.autograd.Function):
         if not ctx.fits:
             product = dy * b
             return torch.ops.aten.silu_backward.grad_input(product, a, grad_input=product), F.silu(a).mul_(dy), None
-        da, db = a.new_empty(a.shape), a.new_empty(a.shape)
-        Gated._call("gate_back", [a, b, dy, None, da, db])
+        a, b, dy = a.contiguous(), b.contiguous(), dy.contiguous()
+        da, db, size = torch.empty_like(a), torch.empty_like(a), a.numel()
+        _run("gate_back", (size, _GATES), [a, b, dy, None, da, db], -(-size // _GATES), size)
         return da, db, None
-
-    @staticmethod
-    def _call(name: str, arrays: Sequence[Any]) -> None:
-        size = arrays[0].numel()
-        _run(name, (size, _GATES), (), arrays, -(-size // _GATES), size)

@@ -15,7 +15,7 @@ from metattt.modules import CausalConv, RMSNorm, normalize
 from metattt.native import passes
 from metattt.state import Context
 
-pytestmark = pytest.mark.skipif(passes.load(passes.SOURCE, {}) is None, reason="no compiler")
+pytestmark = pytest.mark.skipif(passes.library() is None, reason="no compiler")
 CTX = Context(torch.zeros(1, 1, dtype=torch.long), None, None, 1)
 
 
@@ -33,13 +33,13 @@ def derivatives(function: Callable[..., Tensor], given: list[Tensor], dy: Tensor
 def same(function: Callable[..., Tensor], plain: Callable[..., Tensor], given: list[Tensor]) -> None:
     """Our function, by C++ and no other way, and torch's in float64."""
     called = []
-    before = passes.run
-    passes.run = lambda *call: (called.append(1), before(*call))[1]
+    before = passes._run
+    passes._run = lambda *call: (called.append(1), before(*call))[1]
     try:
         dy = torch.randn_like(plain(*given))
         found = derivatives(function, given, dy)
     finally:
-        passes.run = before
+        passes._run = before
     assert len(called) == 3, "forward, backward, and forward to differentiate twice"
     expected = derivatives(plain, [x.double() for x in given], dy.double())
     for one, other in zip(found, expected, strict=True):
@@ -137,14 +137,14 @@ class Other(Tensor):
 @pytest.mark.parametrize("why", ["type", "class", "width", "mode", "autocast", "compiler", "transform", "one token"])
 def test_torch_computes_it_otherwise(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the C++ cannot see through, or nobody could trace."""
-    monkeypatch.setattr(passes, "run", lambda *call: pytest.fail("the library was called"))
+    monkeypatch.setattr(passes, "_run", lambda *call: pytest.fail("the library was called"))
     width = 24 if why == "width" else 32
     modules: list[Any] = [RMSNorm(width, eps=1e-6), normalize]
     x = torch.randn(2, 1 if why == "one token" else 7, width, dtype=torch.float64 if why == "type" else torch.float32)
     x = (x.as_subclass(Other) if why == "class" else x).requires_grad_()
     modules[0].to(x.dtype)
     if why == "compiler":
-        monkeypatch.setattr(passes, "load", lambda *given: None)
+        monkeypatch.setattr(passes, "library", lambda: None)
     contexts = {"mode": FlopCounterMode(display=False), "autocast": torch.autocast("cpu", torch.bfloat16), "one token": torch.no_grad()}
     conv = CausalConv(width, 1 if why == "one token" else 4).to(x.dtype)
     with contexts.get(why, nullcontext()):
