@@ -54,7 +54,8 @@ def ready(x: Tensor, *others: Tensor | None) -> bool:
 
 def _run(name: str, sizes: Sequence[int], tensors: Sequence[Tensor | None], units: int, size: int) -> None:
     """Calls a function of the library for all units of its work on so many numbers; ctypes gives up the lock of the
-    interpreter. `sizes` and `tensors` are what the fields of its struct are made of, in order: 8-byte numbers, views."""
+    interpreter. `sizes` and `tensors` are what the fields of its struct are made of, in order: 8-byte numbers,
+    views."""
     numbers, function = list(sizes), getattr(library(), name)
     for x in tensors:
         numbers += (0, 0, 0, 0) if x is None else (x.data_ptr(), *(*x.stride(), 0, 0, 0)[:3])
