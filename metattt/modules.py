@@ -146,7 +146,8 @@ class CausalConv(nn.Module):
                 # one token: a convolution costs five times as much
                 y = (padded * weight[:, 0].T).sum(1, keepdim=True)
                 return y if self.bias is None else y + self.bias
-            fits = width in passes.TAPS and padded.shape[2] % passes.LEAST == 0
+            fits = width in passes.TAPS and padded.shape[1] > width and padded.shape[2] == len(weight)
+            fits = fits and len(weight) % passes.LEAST == 0
             by = passes.Convolved.apply if fits and passes.ready(padded, weight, self.bias) else passes.Convolved.plain
             return by(padded, weight, self.bias)
         same = None
@@ -186,7 +187,8 @@ class RMSNorm(nn.RMSNorm):
     """torch's over the last axis, which has a kernel on a GPU, and takes many passes over memory on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        fits = self.eps is not None and x.shape[-1] % passes.LEAST == 0 and passes.ready(x, self.weight)
+        fits = self.eps is not None and x.shape[-1:] == self.weight.shape and x.shape[-1] % passes.LEAST == 0
+        fits = fits and passes.ready(x, self.weight)
         return passes.Scaled.apply(x, self.weight, self.eps, True) if fits else super().forward(x)
 
 

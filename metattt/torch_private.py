@@ -20,6 +20,10 @@ dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._l
 """The numbers of modes in force that see every operation: that count or trace, or whose tensors have no numbers."""
 
 
+is_many = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a tensor stands for many, as in `torch.autograd.grad(..., is_grads_batched=True)`."""
+
+
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The saved-tensor hooks in force (a checkpoint's, `save_on_cpu`'s), asked with `False`; None if there are none."""
 

@@ -39,7 +39,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., D]` to `[..., D]`."""
         gate, up = self.gate(x), self.up(x)
-        fits = gate.numel() % passes.LEAST == 0 and passes.ready(gate, up)
+        fits = gate.shape == up.shape and gate.numel() % passes.LEAST == 0 and passes.ready(gate, up)
         plain = not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed()
         if not fits and (plain or gate.dtype != up.dtype):
             return self.down(F.silu(gate) * up)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from metattt.native.library import load
 from metattt.native.threads import divide
-from metattt.torch_private import dispatch_modes, function_modes, interpreter_stack
+from metattt.torch_private import dispatch_modes, function_modes, interpreter_stack, is_many
 
 SOURCE = Path(__file__).with_name("passes.cpp")
 LEAST = 16  #: rows, channels and gates must be multiples of so many numbers
@@ -67,10 +67,17 @@ def _run(name: str, sizes: Sequence[int], tensors: Sequence[Tensor | None], unit
         function(packed, ctypes.c_int64(0), ctypes.c_int64(units))
 
 
-def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
-    """The derivative of `function` as torch computes it, for someone who differentiates it once more."""
+def _for_torch(dy: Tensor) -> bool:
+    """Whether a backward pass is for torch: someone differentiates it once more, or takes many at once."""
+    return torch.is_grad_enabled() or interpreter_stack() is not None or is_many(dy)
+
+
+def _by_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
+    """The derivatives of `function` as torch computes them, and can differentiate them."""
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=again))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 
@@ -97,9 +104,9 @@ class Scaled(torch.autograd.Function):
         if dy is None:
             return None, None, None, None
         x, scale, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_again(ctx.plain, [x, scale], dy), None, None
-        rows, dy, scale = _rows(x, x), _rows(dy, x), None if scale is None else scale.contiguous()
+        if _for_torch(dy):
+            return *_by_torch(ctx.plain, [x, scale], dy), None, None
+        rows, dy, scale = _rows(x, x), _rows(dy.resolve_neg(), x), None if scale is None else scale.contiguous()
         dx, sums = torch.empty_like(rows), None if scale is None else scale.new_empty(ctx.units, x.shape[-1])
         _run("scale_rows_back", ctx.sizes, [rows, None, dy, dx, inverse, scale, sums], ctx.units, rows.numel())
         return dx.view(x.shape), None if sums is None else sums.sum(0), None, None
@@ -138,9 +145,9 @@ class Convolved(torch.autograd.Function):
         if dy is None:
             return None, None, None
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return tuple(_again(Convolved.plain, [x, weight, bias], dy))
-        x, weight, dy = x.contiguous(), weight.contiguous(), dy.contiguous()
+        if _for_torch(dy):
+            return tuple(_by_torch(Convolved.plain, [x, weight, bias], dy))
+        x, weight, dy = x.contiguous(), weight.contiguous(), dy.resolve_neg().contiguous()
         dx, dweight, dbias = x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(len(weight))
         tensors = [x, None, dy, dx, weight, None, dweight, dbias]
         _run("convolve_rows_back", ctx.sizes, tensors, ctx.units, x.numel())
@@ -173,12 +180,12 @@ class Gated(torch.autograd.Function):
         if dy is None:
             return None, None, None
         a, b = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_again(lambda a, b: F.silu(a) * b, [a, b], dy), None
+        if _for_torch(dy):
+            return *_by_torch(lambda a, b: F.silu(a) * b, [a, b], dy), None
         if not ctx.fits:
             product = dy * b
             return torch.ops.aten.silu_backward.grad_input(product, a, grad_input=product), F.silu(a).mul_(dy), None
-        a, b, dy = a.contiguous(), b.contiguous(), dy.contiguous()
+        a, b, dy = a.contiguous(), b.contiguous(), dy.resolve_neg().contiguous()
         da, db, size = torch.empty_like(a), torch.empty_like(a), a.numel()
         _run("gate_back", (size, _GATES), [a, b, dy, None, da, db], -(-size // _GATES), size)
         return da, db, None

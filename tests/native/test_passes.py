@@ -153,3 +153,29 @@ def test_torch_computes_it_otherwise(why: str, monkeypatch: pytest.MonkeyPatch) 
             if why != "one token":
                 y.sum().backward()
                 assert x.grad is not None
+
+
+def test_many_backward_passes_at_once() -> None:
+    x, conv, a = torch.randn(1, 5, 16), CausalConv(16), torch.randn(1, 5, 16)
+    functions = (normalize, RMSNorm(16, eps=1e-6), lambda x: conv.convolve(x, CTX), lambda x: passes.Gated.apply(x, a, True))
+    for function in functions:
+        many, one = (torch.autograd.functional.jacobian(function, x, vectorize=kind) for kind in (True, False))
+        torch.testing.assert_close(many, one)
+
+
+def test_numbers_that_are_meant_with_another_sign() -> None:
+    """`imag` of a conjugate is the memory of the number itself, to be read with a minus."""
+    x = torch.randn(2, 5, 16, dtype=torch.complex64).conj().imag.requires_grad_()
+    assert x.is_neg()
+    torch.testing.assert_close(normalize(x), normalize(x.resolve_neg()))
+    x, dy = x.detach().resolve_neg().requires_grad_(), torch.randn(2, 5, 16, dtype=torch.complex64).conj().imag
+    (found,), (expected,) = (torch.autograd.grad(normalize(x), x, given) for given in (dy, dy.resolve_neg()))
+    assert torch.equal(found, expected)
+
+
+def test_other_sizes_than_those_of_the_parameters() -> None:
+    for function in (RMSNorm(32, eps=1e-6), lambda x: CausalConv(32).convolve(x, CTX)):
+        with pytest.raises(RuntimeError):
+            function(torch.randn(1, 5, 16))
+    with pytest.raises(RuntimeError):
+        CausalConv(16).convolve(torch.randn(1, 3, 16), CTX)  # fewer tokens than taps
