@@ -24,7 +24,7 @@ def main(name: str, folder: Path, data: TextData, tokenizer: str, steps: int = 1
     lightning.seed_everything(0, verbose=False)
     layers = attach(AutoModelForCausalLM.from_pretrained(name), "model.layers.*.self_attn", layer="ttt_linear")
     layers.model.train().requires_grad_(False)
-    for _, parameter in layers.named_parameters():
+    for parameter in layers.parameters():
         parameter.requires_grad_()
 
     data.read_as(load_tokenizer(tokenizer))

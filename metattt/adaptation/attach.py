@@ -121,6 +121,10 @@ class Attached:
                 if id(parameter) not in held and (plain != own or not own.startswith(adapted)):
                     yield f"{name}.{plain}", parameter
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of `named_parameters`, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
     def detach(self) -> None:
         """Puts the pretrained modules back into their places, but where something else stands by now."""
         for name, module in self.modules.items():

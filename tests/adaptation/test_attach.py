@@ -59,7 +59,7 @@ def attached(model: Any, kind: str, **settings: Any) -> Attached:
 def trained(made: Attached) -> None:
     """Other parameters than those at the start, where nothing shows."""
     generator = torch.Generator().manual_seed(3)
-    for _, parameter in made.named_parameters():
+    for parameter in made.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
@@ -239,7 +239,7 @@ def test_five_steps_of_the_trainer_change_the_chosen_weights_alone(kind: str, tm
     made = llama().float()
     own = attached(made, kind)
     made.requires_grad_(False)
-    for _, parameter in own.named_parameters():
+    for parameter in own.parameters():
         parameter.requires_grad_()
     before = {name: value.clone() for name, value in made.state_dict().items()}
     arguments = transformers.TrainingArguments(
