@@ -1,28 +1,12 @@
-"""Registers, stack and shared memory of the Triton kernels, as compiled for sm_90; no GPU is needed.
-
-    python tests/compiled_kernels.py >> results/gpu/compiled.md
-    python tests/compiled_kernels.py shared                       # of ttt_linear, all shapes: hours of one core
-    python tests/compiled_kernels.py shared 64,16,bfloat16        # d, b, type
-
-The first prints a row for every kernel of a forward and a backward pass with biases, token steps and final states, or of a
-decoding step in place, by head width, mini-batch and type. The second prints bytes, warps, and the bytes that `tuning` says
-it takes at most.
+"""The Triton kernels as they are compiled for sm_90: shared memory, and where their products read; no GPU is needed.
 
 Not under TRITON_INTERPRET=1, which makes kernels that are interpreted: tests ask a process of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import itertools
 import os
-import re
-import sys
-import time
-import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +14,10 @@ import triton
 from assembly import misled
 
 from metattt.errors import MetaTTTError
-from metattt.kernels.triton.device import SIZES, WIDTHS
-from metattt.kernels.ttt_linear import backward, forward, tuning
+from metattt.kernels.ttt_linear import backward, forward
 from metattt.kernels.ttt_mlp.tuning import config
 
 SM_90 = 90
-SHARED_LIMIT = 232_448  # bytes of shared memory that a program may have on sm_90
-SHAPES = {"ttt_linear": ((32, 16), (64, 16), (128, 16), (64, 64)), "ttt_mlp": ((32, 16), (64, 16), (128, 16))}
 
 
 # -- compiling without a device ----------------------------------------------------------------------------------------
@@ -46,23 +27,12 @@ class Compiled(NamedTuple):
     """A kernel as it was compiled.
 
     Attributes:
-        name: of the kernel.
-        warps: per program.
-        registers: per thread.
-        stack: bytes per thread: what is spilled, and what is indexed.
-        spilled: bytes that are stored to the stack and loaded from it.
         shared: bytes per program.
         products: those whose operands descriptors name, and `misled` those of them that may be named by data (`assembly`).
-        serialized: whether ptxas has made products of a warpgroup wait for each other (its remarks C7510 to C7514).
     """
 
     name: str
-    warps: int
-    registers: int
-    stack: int
-    spilled: int
     shared: int
-    serialized: bool
     products: int
     misled: int
 
@@ -111,26 +81,14 @@ def compiled(launch: Callable[[], object]) -> list[Compiled]:
 
 
 def _examined(kernel: Any) -> Compiled:
-    """Assembles the kernel once more, as Triton did and with its options, which differ between versions, for what ptxas
-    says of it."""
+    """Assembles the kernel once more, as Triton did and with its options, which differ between versions."""
     from triton.compiler.compiler import make_backend
 
     backend = make_backend(_NoDevice().get_current_target())
     known = kernel.metadata._asdict()
     options = backend.parse_options({name: value for name, value in known.items() if name != "target"})
-    told = io.StringIO()
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(told):
-        triton.knobs.nvidia.dump_ptxas_log = True
-        cubin = backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
-    said = told.getvalue()
-
-    def number(pattern: str) -> int:
-        return sum(int(x) for x in re.findall(pattern, said))
-
-    spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-    registers, stack = number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame")
-    meta = kernel.metadata
-    return Compiled(meta.name, meta.num_warps, registers, stack, spilled, meta.shared, "are serialized" in said, *misled(cubin))
+    cubin = backend.make_cubin(kernel.asm["ptx"], {}, options, SM_90)
+    return Compiled(kernel.metadata.name, kernel.metadata.shared, *misled(cubin))
 
 
 # -- launches on tensors without memory --------------------------------------------------------------------------------
@@ -172,50 +130,3 @@ def mlp(d: int, b: int) -> list[Compiled]:
         backward(*tokens, *norm, None, b, 16, final, kept, q, final, final, ahead, back)
 
     return compiled(launch)
-
-
-def decoding(name: str, d: int) -> list[Compiled]:
-    """Every sequence at a place of its own, state in place."""
-    module: Any = __import__(f"metattt.kernels.{name}.decode", fromlist=["launch_token"])
-    q, phase = tensor(8, 4, d, dtype=torch.bfloat16), tensor(8, dtype=torch.int64)
-    weights: Any = (tensor(8, 4, d, d), tensor(8, 4, d))
-    if name == "ttt_mlp":
-        weights = (tensor(8, 4, d, 4 * d), tensor(8, 4, 4 * d), tensor(8, 4, 4 * d, d), tensor(8, 4, d))
-    norm, tau = (tensor(4, d), tensor(4, d)), tensor(1, 16)
-    views = (q, q, q, q, tensor(8, 4))
-    return compiled(lambda: module.launch_token(*views, *norm, tau, phase, 16, weights, weights, weights, weights))
-
-
-# -- what is printed ---------------------------------------------------------------------------------------------------
-
-
-def print_table() -> None:
-    print(f"\n## Triton {triton.__version__}\n")
-    print("| operation | d | b | pass | kernel | warps | registers | stack, B | spilled, B | shared, B | products serialised |")
-    print("|---|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
-    makers: dict[str, Callable[[int, int], list[Compiled]]] = {"ttt_linear": linear, "ttt_mlp": mlp}
-    for name, make in makers.items():
-        rows = [((d, b, "both"), partial(make, d, b)) for d, b in SHAPES[name]]
-        rows += [((d, 16, "decoding"), partial(decoding, name, d)) for d in (64, 128)]
-        for (d, b, form), found in rows:
-            began = time.monotonic()
-            for one in found():
-                assert one.shared <= SHARED_LIMIT, one
-                told = f"{one.warps} | {one.registers} | {one.stack} | {one.spilled} | {one.shared:,}"
-                print(f"| {name} | {d} | {b} | {form} | {one.name} | {told} | {'yes' if one.serialized else 'no'} |", flush=True)
-            print(f"{name} {d} {b} {form}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-
-def print_shared(wanted: list[str]) -> None:
-    shapes = itertools.product(WIDTHS, SIZES, ("float32", "bfloat16"))
-    for each in wanted or [",".join(map(str, shape)) for shape in shapes]:
-        width, size, name = each.split(",")
-        d, b = int(width), int(size)
-        bound = tuning.shared_bytes(d, b, getattr(torch, name).itemsize)
-        for one in linear(d, b, name):
-            print(f"triton {triton.__version__} d {d} b {b} {name} {one.name} {one.warps} {one.shared} {bound}", flush=True)
-
-
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    print_shared(sys.argv[2:]) if sys.argv[1:2] == ["shared"] else print_table()

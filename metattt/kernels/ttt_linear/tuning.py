@@ -24,8 +24,8 @@ FP32_PRODUCTS = "tf32x3"
 
 KERNELS = ("forward", "outputs", "chain", "inputs")
 #: bytes of shared memory of the largest launch by (d, b) as padded and bytes of an operand: what Triton 3.6 and 3.9
-#: compile for compute capability 9.0 takes at most that (`tests/compiled_kernels.py shared`). Others take at most
-#: `LITTLE`.
+#: compile for compute capability 9.0 takes at most that (`results/gpu/ttt_linear_shared_memory.txt`). Others take at
+#: most `LITTLE`.
 SHARED: dict[tuple[int, int, int], int] = {
     (128, 64, 4): 294_912,
     (128, 32, 4): 204_800,
