@@ -88,7 +88,8 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, eps: float, mean: bool) -> Tensor:
         rows = _rows(x, x)
-        y, inverse = torch.empty_like(rows), rows.new_empty(rows.shape[:3])
+        y = torch.empty_like(x) if rows is x else x.new_empty(x.shape)  # no view, which nobody could change in place
+        inverse = rows.new_empty(rows.shape[:3])
         ctx.save_for_backward(x, scale, inverse)
         ctx.set_materialize_grads(False)
         scale = None if scale is None else scale.contiguous()
@@ -96,8 +97,8 @@ class Scaled(torch.autograd.Function):
         (bits,) = struct.unpack("=q", struct.pack("=d", eps))
         ctx.sizes, ctx.units = (rows.shape[3], rows.shape[1], rows.shape[2], _ROWS, int(mean), bits), units
         ctx.plain = partial(Scaled.plain, eps=eps, mean=mean)
-        _run("scale_rows", ctx.sizes, [rows, y, None, None, inverse, scale, None], units, rows.numel())
-        return y.view(x.shape)
+        _run("scale_rows", ctx.sizes, [rows, y.view(rows.shape), None, None, inverse, scale, None], units, rows.numel())
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:

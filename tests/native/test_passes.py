@@ -71,6 +71,13 @@ def test_norms(kind: str, width: int) -> None:
     same(scaled, lambda x, weight: nn.functional.rms_norm(x, (width,), weight, 1e-5), [x, weight])
 
 
+def test_outputs_may_be_changed_where_they_are() -> None:
+    x, conv = torch.randn(2, 7, 16, requires_grad=True), CausalConv(16)
+    for function in (normalize, RMSNorm(16, eps=1e-6), lambda x: conv.convolve(x, CTX), lambda x: passes.Gated.apply(x, x, True)):
+        found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (function(x).mul_(3), function(x) * 3))
+        assert torch.equal(found, expected)
+
+
 def test_zeros_and_what_is_shorter_than_eps() -> None:
     x = torch.randn(4, 16)
     x[0], x[1] = 0, x[1] * 1e-14
