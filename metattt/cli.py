@@ -162,7 +162,9 @@ def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
     text = " ".join(str(error).split())[:400]
     kind, builtin = type(error).__name__, type(error).__module__ == "builtins"
     said = f"{kind}: {text}" if text and builtin else text or kind
-    if builtin and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
+    if any("_dynamo" in Path(frame.filename).parts for frame in frames):
+        said = f"torch.compile cannot run this model, set compile=false: {said.partition(' from user code')[0]}"
+    elif builtin and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
         said = f"this looks like a bug; please report it, with the traceback and the command: {said}"
     elif override := _spoken_of(text, cfg):
         said += f" ({override})"

@@ -65,10 +65,12 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     no_space = OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
     too_large = OSError(errno.EFBIG, "File too large")  # as a write says it
     no_compiler = RuntimeError("InvalidCxxCompiler: No working C++ compiler found")
+    compiler = compile("raise RuntimeError('FakeTensor from user code: no line of interest')", "torch/_dynamo/utils.py", "exec")
     for fault, expected in (
         (no_space, "run/metrics.csv: No space left on device: free some"),
         (too_large, "error: run: File too large: the limit is that of `ulimit -f`"),
         (no_compiler, "install one, or name it in CXX, or set compile=false"),
+        (lambda *call, **more: exec(compiler), "cannot run this model, set compile=false: RuntimeError: FakeTensor; the traceback is in"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr("lightning.Trainer.save_checkpoint", Mock(side_effect=fault))
