@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from metattt.modules import CausalConv, normalize, rotary_table, rotate
+from metattt.modules import CausalConv, RMSNorm, normalize, rotary_table, rotate
 from metattt.state import Context
 
 
@@ -40,9 +44,52 @@ def test_frequencies_are_known_to_whoever_asks_next() -> None:
     assert type(rotary_table(positions, 6, 321.0, torch.float32)[0]) is torch.Tensor
 
 
-def test_zeros_have_a_direction_in_16_bits() -> None:
-    x = torch.randn(2, 4, dtype=torch.float16)
-    x[0] = 0  # where torch's ε is 0, too
+@pytest.mark.parametrize("bias", [True, False])
+def test_derivatives_of_a_convolution(bias: bool) -> None:
+    """First and second ones, of inputs and weights; where only one of them is wanted, of that."""
+    conv, ctx = CausalConv(3, 4, bias).double(), Context(torch.zeros(1, 1, dtype=torch.long), None, None, 1)
+    padded = torch.randn(2, 70, 3, dtype=torch.float64, requires_grad=True)  # more than are summed at once
+    given = [padded, *conv.parameters()]
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        for name, value in zip([name for name, _ in conv.named_parameters()], parameters, strict=True):
+            conv._parameters[name] = value
+        return conv.convolve(x, ctx)
+
+    assert torch.autograd.gradcheck(function, given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
+    (whole, *_) = torch.autograd.grad(function(*given).square().sum(), given)
+    function(padded, *(p.detach() for p in given[1:])).square().sum().backward()
+    torch.testing.assert_close(padded.grad, whole)
+
+
+@pytest.mark.parametrize("of", ["normalize", "RMSNorm"])
+def test_derivatives_of_normalized_vectors(of: str) -> None:
+    """As torch's own, also of a vector of zeros and of one below ε, and once more; in the forms of `torch.func`, too."""
+    pair = normalize, partial(F.normalize, dim=-1)
+    if of == "RMSNorm":
+        pair = RMSNorm(4, eps=1e-6).double(), nn.RMSNorm(4, eps=1e-6).double()
+        for norm in pair:
+            norm.weight.data = torch.tensor([0.5, 1, -2, 3], dtype=torch.float64)
+    ours, torchs = pair
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64).transpose(1, 2)
+    x[0, 0], x[0, 1] = 0, x[0, 1] * 1e-14
+    x.requires_grad_()
+    dy = torch.randn_like(x)
+
+    def derivatives(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        y = function(x)
+        (first,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        (plain,) = torch.autograd.grad(function(x), x, dy)
+        return y, first, plain, second
+
+    torch.testing.assert_close(derivatives(ours), derivatives(torchs), rtol=1e-12, atol=1e-12, equal_nan=True)
+    jacobians = [torch.func.vmap(torch.func.jacrev(function))(x.detach()[1, 2]) for function in pair]
+    torch.testing.assert_close(*jacobians)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x.float()).dtype == torchs(x.float()).dtype
+    x = x.half()  # in which torch's ε is 0, and zeros would be NaN
     torch.testing.assert_close(normalize(x), F.normalize(x.float(), dim=-1).half())
 
 

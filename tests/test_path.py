@@ -49,12 +49,12 @@ def known(name: str, *overrides: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("way", "functions", "files", "calls"), [
-    ("fused", 80, 17, 101),
-    ("dual", 105, 20, 403),
+    ("fused", 78, 16, 97),
+    ("dual", 103, 19, 399),
     ("module", 102, 23, 797),
-    ("solved", 76, 22, 123),
-    ("online", 80, 20, 122),
-    ("titans", 100, 24, 215),
+    ("solved", 73, 21, 111),
+    ("online", 81, 20, 111),
+    ("titans", 97, 23, 201),
 ])  # fmt: skip
 def test_one_forward_pass(way: str, functions: int, files: int, calls: int) -> None:
     """At most so many; a comprehension is a function and a call of its own before Python 3.12."""

@@ -46,18 +46,27 @@ class SwiGLU(nn.Module):
         return self.down(passes.Gated.apply(gate, up, fits))
 
 
+class BlockNorm(RMSNorm):
+    """RMSNorm over the last axis, on a CPU in one pass over memory where `metattt.native.passes` can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fits = self.eps is not None and x.shape[-1:] == self.weight.shape and x.shape[-1] % passes.LEAST == 0
+        fits = fits and passes.ready(x, self.weight)
+        return passes.Scaled.apply(x, self.weight, self.eps) if fits else super().forward(x)
+
+
 class Block(nn.Module):
     """Pre-norm block: `x += conv(norm(x))` (optional), `x += layer(norm(x))`, `x += SwiGLU(norm(x))`."""
 
     def __init__(self, dim: int, layer: nn.Module, ffn_dim: int, conv_width: int | None, norm_eps: float):
         super().__init__()
-        self.conv_norm = RMSNorm(dim, eps=norm_eps) if conv_width else None
+        self.conv_norm = BlockNorm(dim, eps=norm_eps) if conv_width else None
         self.conv = CausalConv(dim, conv_width) if conv_width else None
-        self.layer_norm = RMSNorm(dim, eps=norm_eps)
+        self.layer_norm = BlockNorm(dim, eps=norm_eps)
         self.layer = layer
         # others are told of padding and documents by mask= and reset=
         self.ours = isinstance(layer, SequenceLayer)
-        self.ffn_norm = RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = BlockNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 
     def forward(

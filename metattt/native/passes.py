@@ -1,7 +1,7 @@
-"""What a model does between its matrix products, on a CPU: norms, short convolutions and gates, in one pass over
+"""What a model does between its matrix products, on a CPU: the norms and the gate of a block, in one pass over
 memory each and one for the derivative. torch takes several.
 
-Whoever calls one of the three asks `ready` first, and computes it with torch where the answer is no.
+Whoever calls one of the two asks `ready` first, and computes it with torch where the answer is no.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from metattt.native.threads import divide
 from metattt.torch_private import dispatch_modes, function_modes, interpreter_stack, is_many
 
 SOURCE = Path(__file__).with_name("passes.cpp")
-LEAST = 16  #: rows, channels and gates must be multiples of so many numbers
-TAPS = (2, 3, 4)  #: of convolutions
+LEAST = 16  #: rows and gates must be multiples of so many numbers
 SMALLEST_SHARE = 2**16  #: numbers that are worth a thread
-_ROWS, _CHANNELS, _GATES = 64, 32, 2**12  # of a unit of work
+_ROWS, _GATES = 64, 2**12  # of a unit of work
 
 
 @cache
@@ -82,82 +81,39 @@ def _by_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], 
 
 
 class Scaled(torch.autograd.Function):
-    """`x / max(‖x‖, eps)`, or with `mean` `x / √(mean(x²) + eps)`, times `scale` `[d]` (None: 1), over the last axis
-    of `x` `[..., d]`, a multiple of `LEAST`."""
+    """`scale ∘ x / √(mean(x²) + eps)` over the last axis of `x` `[..., d]`, a multiple of `LEAST`; `scale` `[d]`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor | None, eps: float, mean: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         rows = _rows(x, x)
         y = torch.empty_like(x) if rows is x else x.new_empty(x.shape)  # no view, which nobody could change in place
         inverse = rows.new_empty(rows.shape[:3])
         ctx.save_for_backward(x, scale, inverse)
         ctx.set_materialize_grads(False)
-        scale = None if scale is None else scale.contiguous()
-        units = rows.shape[0] * rows.shape[1] * -(-rows.shape[2] // _ROWS)
         (bits,) = struct.unpack("=q", struct.pack("=d", eps))
-        ctx.sizes, ctx.units = (rows.shape[3], rows.shape[1], rows.shape[2], _ROWS, int(mean), bits), units
-        ctx.plain = partial(Scaled.plain, eps=eps, mean=mean)
-        _run("scale_rows", ctx.sizes, [rows, y.view(rows.shape), None, None, inverse, scale, None], units, rows.numel())
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return None, None, None, None
-        x, scale, inverse = ctx.saved_tensors
-        if _for_torch(dy):
-            return *_by_torch(ctx.plain, [x, scale], dy), None, None
-        rows, dy, scale = _rows(x, x), _rows(dy.resolve_neg(), x), None if scale is None else scale.contiguous()
-        dx, sums = torch.empty_like(rows), None if scale is None else scale.new_empty(ctx.units, x.shape[-1])
-        _run("scale_rows_back", ctx.sizes, [rows, None, dy, dx, inverse, scale, sums], ctx.units, rows.numel())
-        return dx.view(x.shape), None if sums is None else sums.sum(0), None, None
-
-    @staticmethod
-    def plain(x: Tensor, scale: Tensor | None, eps: float, mean: bool) -> Tensor:
-        """The same by torch."""
-        y = F.rms_norm(x, x.shape[-1:], eps=eps) if mean else F.normalize(x, dim=-1, eps=eps)
-        return y if scale is None else y * scale
-
-
-def _rows(x: Tensor, like: Tensor) -> Tensor:
-    """`x` `[..., d]` as `[B, H, T, d]` whose rows are dense; where `like` is not laid out so, as `[1, 1, n, d]`."""
-    x = x if like.ndim == 4 and like.stride(3) == 1 else x.reshape(1, 1, -1, x.shape[-1])
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-class Convolved(torch.autograd.Function):
-    """`y_t = bias + Σ_j weight_j x_{t+j}` of every channel by itself: `x` `[B, taps − 1 + T, D]`, `weight`
-    `[D, 1, taps]` and `bias` `[D]` (None: 0) to `[B, T, D]`. D must be a multiple of `LEAST`, and taps one of
-    `TAPS`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.set_materialize_grads(False)
-        x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
-        (batch, rows, dim), taps = x.shape, weight.shape[2]
-        y = x.new_empty(batch, rows - taps + 1, dim)
-        ctx.sizes, ctx.units = (batch, rows - taps + 1, dim, taps), -(-dim // _CHANNELS)
-        _run("convolve_rows", ctx.sizes, [x, y, None, None, weight, bias, None, None], ctx.units, x.numel())
+        ctx.sizes, ctx.eps = (rows.shape[3], rows.shape[1], rows.shape[2], _ROWS, bits), eps
+        ctx.units = rows.shape[0] * rows.shape[1] * -(-rows.shape[2] // _ROWS)
+        tensors = [rows, y.view(rows.shape), None, None, inverse, scale.contiguous(), None]
+        _run("scale_rows", ctx.sizes, tensors, ctx.units, rows.numel())
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None
-        x, weight, bias = ctx.saved_tensors
+        x, scale, inverse = ctx.saved_tensors
         if _for_torch(dy):
-            return tuple(_by_torch(Convolved.plain, [x, weight, bias], dy))
-        x, weight, dy = x.contiguous(), weight.contiguous(), dy.resolve_neg().contiguous()
-        dx, dweight, dbias = x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(len(weight))
-        tensors = [x, None, dy, dx, weight, None, dweight, dbias]
-        _run("convolve_rows_back", ctx.sizes, tensors, ctx.units, x.numel())
-        return dx, dweight, None if bias is None else dbias
+            return *_by_torch(lambda x, scale: F.rms_norm(x, scale.shape, scale, ctx.eps), [x, scale], dy), None
+        rows, dy, scale = _rows(x, x), _rows(dy.resolve_neg(), x), scale.contiguous()
+        dx, sums = torch.empty_like(rows), scale.new_empty(ctx.units, len(scale))
+        _run("scale_rows_back", ctx.sizes, [rows, None, dy, dx, inverse, scale, sums], ctx.units, rows.numel())
+        return dx.view(x.shape), sums.sum(0), None
 
-    @staticmethod
-    def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same by torch: as an image of height 1 with its channels last, which is how it lies in memory."""
-        return F.conv2d(x.mT.unsqueeze(2), weight.unsqueeze(2), bias, groups=len(weight)).squeeze(2).mT
+
+def _rows(x: Tensor, like: Tensor) -> Tensor:
+    """`x` `[..., d]` as `[B, H, T, d]` whose rows are dense; where `like` is not laid out so, as `[1, 1, n, d]`."""
+    x = x if like.ndim == 4 and like.stride(3) == 1 else x.reshape(1, 1, -1, x.shape[-1])
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 class Gated(torch.autograd.Function):

@@ -1,22 +1,19 @@
-"""Norms, short convolutions and gates in C++: what torch computes in float64, with their first and second derivatives."""
+"""Norms and gates in C++: what torch computes in float64, with their first and second derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from metattt.modules import CausalConv, RMSNorm, normalize
+from metattt.models.block import BlockNorm, SwiGLU
 from metattt.native import passes
-from metattt.state import Context
 
 pytestmark = pytest.mark.skipif(passes.library() is None, reason="no compiler")
-CTX = Context(torch.zeros(1, 1, dtype=torch.long), None, None, 1)
 
 
 def derivatives(function: Callable[..., Tensor], given: list[Tensor], dy: Tensor) -> list[Tensor]:
@@ -60,9 +57,7 @@ def rows(kind: str, width: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["heads", "one for all", "columns", "tokens", "vector", "none"])
 @pytest.mark.parametrize("width", [16, 80])
 def test_norms(kind: str, width: int) -> None:
-    x, weight = rows(kind, width), torch.randn(width)
-    same(normalize, lambda x: nn.functional.normalize(x, dim=-1), [x])
-    norm = RMSNorm(width, eps=1e-5)
+    x, weight, norm = rows(kind, width), torch.randn(width), BlockNorm(width, eps=1e-5)
 
     def scaled(x: Tensor, weight: Tensor) -> Tensor:
         norm._parameters["weight"] = weight  # type: ignore[assignment]
@@ -72,35 +67,10 @@ def test_norms(kind: str, width: int) -> None:
 
 
 def test_outputs_may_be_changed_where_they_are() -> None:
-    x, conv = torch.randn(2, 7, 16, requires_grad=True), CausalConv(16)
-    for function in (normalize, RMSNorm(16, eps=1e-6), lambda x: conv.convolve(x, CTX), lambda x: passes.Gated.apply(x, x, True)):
+    x = torch.randn(2, 7, 16, requires_grad=True)
+    for function in (BlockNorm(16, eps=1e-6), lambda x: passes.Gated.apply(x, x, True)):
         found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (function(x).mul_(3), function(x) * 3))
         assert torch.equal(found, expected)
-
-
-def test_zeros_and_what_is_shorter_than_eps() -> None:
-    x = torch.randn(4, 16)
-    x[0], x[1] = 0, x[1] * 1e-14
-    x.requires_grad_()
-    dy = torch.randn(4, 16)
-    found, expected = (torch.autograd.grad(f(x), x, dy)[0] for f in (normalize, lambda x: nn.functional.normalize(x, dim=-1)))
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("taps", passes.TAPS)
-@pytest.mark.parametrize("dim", [16, 112])
-@pytest.mark.parametrize("bias", [True, False])
-def test_convolutions(taps: int, dim: int, bias: bool) -> None:
-    conv = CausalConv(dim, taps, bias)
-
-    def convolved(x: Tensor, *parameters: Tensor) -> Tensor:
-        for name, value in zip(("weight", "bias"), parameters, strict=False):
-            conv._parameters[name] = value  # type: ignore[assignment]
-        return conv.convolve(x, CTX)
-
-    parameters = [torch.randn(dim, 1, taps), torch.randn(dim)][: 1 + bias]
-    for x in (torch.randn(3, 70, dim), torch.randn(dim, 1, 9).permute(1, 2, 0)):
-        same(convolved, lambda x, weight, bias=None: passes.Convolved.plain(x, weight, bias), [x, *parameters])
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 48), (1, 2, 16), (2, 33, 128)])
@@ -115,7 +85,7 @@ def test_nan_and_infinity_are_not_lost() -> None:
         x = torch.randn(2, 32)
         x[1, 3] = bad
         x.requires_grad_()
-        for function in (normalize, RMSNorm(32, eps=1e-6), lambda x: passes.Gated.apply(x, torch.ones_like(x), True)):
+        for function in (BlockNorm(32, eps=1e-6), lambda x: passes.Gated.apply(x, torch.ones_like(x), True)):
             y = function(x)
             (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
             assert not y[1].isfinite().all() and y[0].isfinite().all() and dx[0].isfinite().all()
@@ -124,10 +94,8 @@ def test_nan_and_infinity_are_not_lost() -> None:
 def test_threads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_of_it() -> list[Tensor]:
         torch.manual_seed(0)
-        found = derivatives(normalize, [rows("heads", 32)], torch.randn(2, 3, 131, 32))
-        x, weight = torch.randn(2, 300, 160), torch.randn(160, 1, 4)
-        found += derivatives(lambda *x: passes.Convolved.apply(*x, None), [x, weight], torch.randn(2, 297, 160))
-        found += derivatives(lambda *x: passes.Scaled.apply(*x, 1e-6, True), [x, weight[:, 0, 0]], torch.randn(2, 300, 160))
+        x, weight = rows("heads", 160), torch.randn(160)
+        found = derivatives(lambda *x: passes.Scaled.apply(*x, 1e-6), [x, weight], torch.randn(2, 3, 131, 160))
         return found + derivatives(lambda *x: passes.Gated.apply(*x, True), [x, 2 * x], x)
 
     expected = all_of_it()
@@ -146,16 +114,15 @@ def test_torch_computes_it_otherwise(why: str, monkeypatch: pytest.MonkeyPatch) 
     """What the C++ cannot see through, or nobody could trace."""
     monkeypatch.setattr(passes, "_run", lambda *call: pytest.fail("the library was called"))
     width = 24 if why == "width" else 32
-    modules: list[Any] = [RMSNorm(width, eps=1e-6), normalize]
+    norm, ffn = BlockNorm(width, eps=1e-6), SwiGLU(width, width)
     x = torch.randn(2, 1 if why == "one token" else 7, width, dtype=torch.float64 if why == "type" else torch.float32)
     x = (x.as_subclass(Other) if why == "class" else x).requires_grad_()
-    modules[0].to(x.dtype)
+    norm.to(x.dtype), ffn.to(x.dtype)
     if why == "compiler":
         monkeypatch.setattr(passes, "library", lambda: None)
     contexts = {"mode": FlopCounterMode(display=False), "autocast": torch.autocast("cpu", torch.bfloat16), "one token": torch.no_grad()}
-    conv = CausalConv(width, 1 if why == "one token" else 4).to(x.dtype)
     with contexts.get(why, nullcontext()):
-        for module in (*modules, lambda x: conv.convolve(x, CTX)):
+        for module in (norm, *(() if why == "width" else (ffn,))):
             y = torch.func.vmap(module, 1, 1)(x.unsqueeze(1)) if why == "transform" else module(x)
             if why != "one token":
                 y.sum().backward()
@@ -163,9 +130,8 @@ def test_torch_computes_it_otherwise(why: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_many_backward_passes_at_once() -> None:
-    x, conv, a = torch.randn(1, 5, 16), CausalConv(16), torch.randn(1, 5, 16)
-    functions = (normalize, RMSNorm(16, eps=1e-6), lambda x: conv.convolve(x, CTX), lambda x: passes.Gated.apply(x, a, True))
-    for function in functions:
+    x, a = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
+    for function in (BlockNorm(16, eps=1e-6), lambda x: passes.Gated.apply(x, a, True)):
         many, one = (torch.autograd.functional.jacobian(function, x, vectorize=kind) for kind in (True, False))
         torch.testing.assert_close(many, one)
 
@@ -173,16 +139,14 @@ def test_many_backward_passes_at_once() -> None:
 def test_numbers_that_are_meant_with_another_sign() -> None:
     """`imag` of a conjugate is the memory of the number itself, to be read with a minus."""
     x = torch.randn(2, 5, 16, dtype=torch.complex64).conj().imag.requires_grad_()
+    norm = BlockNorm(16, eps=1e-6)
     assert x.is_neg()
-    torch.testing.assert_close(normalize(x), normalize(x.resolve_neg()))
+    torch.testing.assert_close(norm(x), norm(x.resolve_neg()))
     x, dy = x.detach().resolve_neg().requires_grad_(), torch.randn(2, 5, 16, dtype=torch.complex64).conj().imag
-    (found,), (expected,) = (torch.autograd.grad(normalize(x), x, given) for given in (dy, dy.resolve_neg()))
+    (found,), (expected,) = (torch.autograd.grad(norm(x), x, given) for given in (dy, dy.resolve_neg()))
     assert torch.equal(found, expected)
 
 
 def test_other_sizes_than_those_of_the_parameters() -> None:
-    for function in (RMSNorm(32, eps=1e-6), lambda x: CausalConv(32).convolve(x, CTX)):
-        with pytest.raises(RuntimeError):
-            function(torch.randn(1, 5, 16))
     with pytest.raises(RuntimeError):
-        CausalConv(16).convolve(torch.randn(1, 3, 16), CTX)  # fewer tokens than taps
+        BlockNorm(32, eps=1e-6)(torch.randn(1, 5, 16))
