@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is None:  # closed by whoever started us; the first file opened would get its number
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no run fails for a character in a table
     try:
         code = _main(arguments)

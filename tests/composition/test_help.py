@@ -29,8 +29,9 @@ def test_help_and_configuration_of_every_command(command: str, capsys: pytest.Ca
     assert OmegaConf.create(capsys.readouterr().out) == compose(job=command)
 
 
-def test_characters_that_the_terminal_has_not_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the locale C
+def test_characters_that_the_terminal_has_not_are_written_out(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", errors))
     assert main(["layers"]) == 0
     assert b"\\u2013" in sys.stdout.buffer.getvalue()
 
