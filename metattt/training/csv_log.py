@@ -31,19 +31,13 @@ class CSVLog(Logger):
         path: the file.
     """
 
+    name, version = "csv_log", ""  # which Lightning asks of every logger
+
     def __init__(self, path: str):
         super().__init__()
         self.path = Path(path)
         self.columns: list[str] = []  # of the file; none: it is not there yet
         self._file: io.TextIOWrapper | None = None
-
-    @property
-    def name(self) -> str:
-        return "csv_log"
-
-    @property
-    def version(self) -> str:
-        return ""
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """They are in `run.yaml`."""

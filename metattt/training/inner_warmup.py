@@ -50,15 +50,11 @@ class InnerWarmup(Callback):
             first = self.start / abs(rule.base_lr)
             # A tensor: changing a plain number would recompile compiled layers and make every plan again.
             device = next((x.device for x in rule.parameters()), None)
-            now = torch.tensor(final * (first + (1 - first) * done), dtype=torch.float64, device=device)
-            rule.scale = now
+            rule.scale = torch.tensor(final * (first + (1 - first) * done), dtype=torch.float64, device=device)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._put_back()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._put_back()  # the model may be used, or trained again
-
-    def _put_back(self) -> None:
         for rule, final in self.final.items():
             rule.scale = final
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_fit_end(trainer, pl_module)  # the model may be used, or trained again

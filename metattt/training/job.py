@@ -4,10 +4,10 @@ job around them."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from lightning import LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from omegaconf import DictConfig
@@ -21,6 +21,8 @@ from metattt.checkpoints.record import RECORD
 from metattt.data.base import Data, Place
 from metattt.errors import MetaTTTError
 from metattt.training.batches import batch_share, plan_batches, recount_batches, validate_between_steps
+
+C = TypeVar("C", bound=Callback)
 
 
 class OuterLoop(LightningModule):
@@ -109,11 +111,16 @@ class OuterLoop(LightningModule):
         checkpoint[RECORD] = self.record
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        if "current_model_state" in checkpoint and not any(isinstance(one, WeightAveraging) for one in callbacks):
+        if "current_model_state" in checkpoint and callback_of(self.trainer, WeightAveraging) is None:
             checkpoint["state_dict"] = checkpoint["current_model_state"]  # else the run goes on from the averages
         recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
         checkpoint["callbacks"].pop("Timer", None)  # trainer.max_time is of a job: the next one has as long again
+
+
+def callback_of(trainer: Trainer, kind: type[C]) -> C | None:
+    """The trainer's callback of this class."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
 def _add(sums: dict[str, Tensor], figures: dict[str, tuple[Tensor, Tensor]]) -> None:

@@ -25,6 +25,7 @@ from metattt.registry import register
 from metattt.setting import setting
 from metattt.training.batches import at_end_of_step
 from metattt.training.csv_log import logs_of
+from metattt.training.job import callback_of
 from metattt.training.random_state import random_state, set_random_state
 from metattt.training.signals import Interrupted, StopRequests, silence_lightning
 
@@ -135,17 +136,15 @@ class Checkpoints(WithSettings, Callback):
             return
         (signal,) = self._together((self._requests.received,))
         if signal:
-            for one in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(one, WeightAveraging):  # it validates its averages: the weights are put back
-                    one.on_validation_epoch_end(trainer, pl_module)
+            if (averaging := callback_of(trainer, WeightAveraging)) is not None:
+                averaging.on_validation_epoch_end(trainer, pl_module)  # it validates its averages: puts weights back
             if trainer.global_step > self._saved_step:
                 self._save(trainer, between_steps=True, validate_again=True)
             raise Interrupted(signal)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_best(trainer)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        timed = any(isinstance(one, Timer) for one in callbacks)  # it stops a run that is resumed later
+        timed = callback_of(trainer, Timer) is not None  # it stops a run that is resumed later
         self.ended_early = trainer.should_stop and bool(trainer.early_stopping_callbacks) and not timed
         if trainer.global_step > self._saved_step:
             self._save(trainer)

@@ -27,7 +27,7 @@ from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan
 from metattt.training.callbacks import LossCurve
 from metattt.training.compiling import CompileWherePays
-from metattt.training.job import Job, OuterLoop
+from metattt.training.job import Job, OuterLoop, callback_of
 from metattt.training.recipes import AdamW
 from metattt.training.sharding import FullyShardedData, build_divided, divided
 from metattt.training.truncated import truncated_loss
@@ -159,7 +159,7 @@ class LanguageModeling(OuterLoop):
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm") and several_meshes(parameters):
             clip_norm(parameters, gradient_clip_val)
         else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
         self.add_to_validation(**self._figures(self.sums(ids)))
@@ -180,8 +180,7 @@ class LanguageModeling(OuterLoop):
         if self.recipe.chunk is None:
             return super().configure_optimizers()
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        may_be = any(isinstance(one, CompileWherePays) for one in callbacks)
+        may_be = callback_of(self.trainer, CompileWherePays) is not None
         once = (compiled or may_be) and self.recipe.truncate not in (None, 1)
         divides, scaled = isinstance(self.trainer.strategy, FullyShardedData), self.trainer.precision == "16-mixed"
         for wrong, reason, instead in (
@@ -253,11 +252,10 @@ class TextJob(Job):
             orders = [order for order in ORDERS if order < 3 or windows.size <= MOST_SORTED]
             counted = NGram(data.tokenizer.vocab_size, max(orders)).fit(windows)
             self.baselines = {n: counted.bits_per_byte(data.windows("validation"), sizes, n) for n in orders}
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, LossCurve):
-                callback.baselines = {f"order-{n} byte model": bits for n, bits in self.baselines.items()}
-                if not data.tokenizer.token_bytes.any():
-                    callback.metric, callback.label = "loss", "nats per token"
+        if (curve := callback_of(trainer, LossCurve)) is not None:
+            curve.baselines = {f"order-{n} byte model": bits for n, bits in self.baselines.items()}
+            if not data.tokenizer.token_bytes.any():
+                curve.metric, curve.label = "loss", "nats per token"
 
     def items(self) -> int:
         return int(self.data.context_length)

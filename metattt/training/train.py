@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.accelerators import MPSAccelerator
@@ -43,7 +43,7 @@ from metattt.training.callbacks import LossCurve
 from metattt.training.compiling import CompileWherePays
 from metattt.training.csv_log import logs_of
 from metattt.training.divergence import advice
-from metattt.training.job import ForLightning, Job
+from metattt.training.job import ForLightning, Job, callback_of
 from metattt.training.launchers import is_first, processes, started_by_the_run
 from metattt.training.resume import check_same_data
 from metattt.training.run import Start, check_given, opened, write_configuration
@@ -51,7 +51,6 @@ from metattt.training.saving import CheckpointFiles, Checkpoints, flag_of
 from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
 
-C = TypeVar("C")
 OUTSIDE = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Lightning's loggers and the libraries that they need."""
 PROFILERS: dict[Any, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
@@ -116,7 +115,7 @@ def _run(begin: Start, console: Console) -> int:
             f"processes, and this run has one: unset {' '.join(ranks)}, or set trainer.devices and trainer.num_nodes"
         )
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
-    if in_parts and _callback(trainer, WeightAveraging) is not None:
+    if in_parts and callback_of(trainer, WeightAveraging) is not None:
         raise MetaTTTError("WeightAveraging needs the whole model, which this trainer divides: set trainer=ddp")
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
@@ -144,7 +143,7 @@ def _run(begin: Start, console: Console) -> int:
     try:
         trainer.fit(module, datamodule=batches, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        if _callback(trainer, Checkpoints) is None and not trial:
+        if callback_of(trainer, Checkpoints) is None and not trial:
             trainer.save_checkpoint(path_of(folder, trainer.global_step))
         seconds = time.monotonic() - started
         if not _validated_last(trainer, done):
@@ -161,7 +160,7 @@ def _run(begin: Start, console: Console) -> int:
         console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train {shlex.join(words)}")
         return 0 if started_by_the_run() else stop.exit_code
     except SystemExit:  # Lightning's own end after Ctrl-C
-        if _callback(trainer, Checkpoints) is not None:
+        if callback_of(trainer, Checkpoints) is not None:
             raise
         console.print(f"stopped at step {trainer.global_step}; nothing is saved without callbacks.checkpoint")
         return 128 + signal.SIGINT
@@ -230,12 +229,6 @@ def _entry(cfg: DictConfig, group: str, name: str, kind: type, done: int = 0) ->
     return made
 
 
-def _callback(trainer: Trainer, kind: type[C]) -> C | None:
-    """The callback of a kind, if there is one."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
-
-
 def _validated_last(trainer: Trainer, done: int) -> bool:
     """Whether this process has validated after the last step."""
     interval = trainer.val_check_batch
@@ -247,7 +240,7 @@ def _files(console: Console, trainer: Trainer, folder: Path) -> None:
     """Where the results are."""
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         console.print(f"checkpoint  {path_of(folder, trainer.global_step)}")
-    saving = _callback(trainer, Checkpoints)
+    saving = callback_of(trainer, Checkpoints)
     if saving is not None and saving.best_step is not None:
         best = path_of(folder, saving.best_step)
         place = best if best.exists() else f"step {saving.best_step} of the run that this one began from"
@@ -256,7 +249,7 @@ def _files(console: Console, trainer: Trainer, folder: Path) -> None:
         places = [getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name")]
         for place in [one for one in places if one and isinstance(one, str | Path)][:1]:  # fast_dev_run has none
             console.print(f"log         {place}")
-    curve = _callback(trainer, LossCurve)
+    curve = callback_of(trainer, LossCurve)
     if curve is not None and Path(curve.path).is_file():
         console.print(f"loss curve  {curve.path}")
     for file in sorted(folder.glob("fit-profile*.txt")):
