@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from compositions_for_tests import OWN_LEARNER, remembering
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from refusals_for_tests import refusal
 
@@ -134,16 +133,6 @@ def test_a_layer_may_choose_a_custom_part_and_set_it(tmp_path: Path) -> None:
     (tmp_path / "layer" / "mine.yaml").write_text(text + "optimizer:\n  _target_: a.B\n  rank: 3\n")
     cfg = compose(f"hydra.searchpath=[file://{tmp_path}]", "layer=mine", job="build")
     assert dict(cfg.optimizer) == {"_target_": "a.B", "rank": 3}
-
-
-def test_a_choice_that_is_stored_and_in_no_file() -> None:
-    store = ConfigStore.instance()
-    store.store(group="learner", name="stored", node={"defaults": ["mlp", "_self_"], "expansion": 8.0})
-    try:
-        assert compose("learner=stored").learner.expansion == 8.0
-        refusal(lambda: compose("learner=storde"), "`storde` is not a choice of learner")
-    finally:
-        del store.repo["learner"]
 
 
 def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
