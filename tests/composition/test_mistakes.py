@@ -115,24 +115,20 @@ def test_a_model_that_takes_no_layers() -> None:
     refusal(lambda: instantiate_model(cfg), "model._target_=torch.nn.Linear: got an unexpected keyword argument 'layer'")
 
 
-def test_a_debugger_changes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one, as with this variable, OmegaConf's errors are causes of each other."""
-    monkeypatch.setenv("OC_CAUSE", "1")
-    refusal(lambda: compose("experiment=novel_views", "model=regression"), "image_size")
-
-
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("metattt.composition.compose.compose", Mock(side_effect=KeyboardInterrupt))
     assert main(["train"]) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_a_mistake_does_not_wait_for_torch() -> None:
+def test_a_mistake_and_help_do_not_wait_for_torch() -> None:
     typed = ("train learner.bais=1", "train learner=mpl", "train dim=100 num_heads=3", "check lr=3", "train model.layer=x", "eval ckpt=x")
     words = [one.split() for one in typed]
     code = f"import sys; from metattt.cli import main; codes = [main(words) for words in {words}]; assert set(codes) == {{2}}, codes\n"
     code += "main(['train', '--cfg'])\nassert not {'torch', 'lightning', 'timm'} & set(sys.modules)"
-    fresh([], [code])
+    asked = "import sys; from metattt.cli import main\n"
+    asked += "assert not main(['--help']) | main(['train', '--hydra-help']) | main(['train', '--help'])\n"
+    fresh([], [code, asked + "assert not {'torch', 'hydra'} & set(sys.modules)"])
 
 
 def test_arguments_of_the_trainer_need_no_plus() -> None:

@@ -65,12 +65,13 @@ for override, expected in mistakes.items():
         raise AssertionError(override)
 from metattt.cli import main
 main(["check", "--help"])
+main(["train", "learner=fourier", "--help"])
 """
 
 
 def test_learner_of_another_package(fourier: Path, tmp_path: Path) -> None:
     out = run(USE_FOURIER, fourier, ROOT, cwd=tmp_path).stdout
-    assert "fourier " in out and "learned Fourier features" in out
+    assert "fourier " in out and "learned Fourier features" in out and "learner.frequencies=" in out
 
 
 def test_broken_package_is_named(tmp_path: Path) -> None:
