@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from refusals_for_tests import refusal
-from runs_for_tests import column, log, rows, steps
+from runs_for_tests import column, rows, steps
+from timm.data import create_transform
 
 import metattt
 from metattt.checkpoints.folder import write_checkpoint
@@ -22,7 +23,6 @@ from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
-from metattt.data.images import CheckedImages, CorruptImage
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.evaluation.predict import predict
@@ -53,9 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def digits(count: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """The first images to validate with, and their labels."""
-    data = DigitsData()
+    data = DigitsData(img_size=size)
     data.setup()
     return data._splits["validation"][list(range(count))]
 
@@ -102,9 +102,7 @@ def test_the_figures_are_those_of_all_validation_images(runs: Path, tmp_path: Pa
     assert found.top1 == pytest.approx(float(last["validation/top1"]), abs=1e-6)
 
 
-def test_several_runs_in_one_table_with_their_inner_losses(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_runs_in_one_table_with_their_inner_losses(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = f"checkpoint=[{runs / 'a'},{runs / 'b'}]", "inner_loss=true", "inner_loss_windows=300"
     # the second does not write over the first
     first, found = (evaluated(*given, f"data.batch_size={size}", f"output_dir={tmp_path}") for size in (359, 1))  # 1: 256 at a time
@@ -145,25 +143,14 @@ def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path
         assert shares[[int(name) for name in one.classes]].tolist() == pytest.approx(one.probabilities, abs=1e-5)
         assert one.probabilities == sorted(one.probabilities, reverse=True) and len(one.classes) == 3
     assert [row["class_1"] for row in rows(tmp_path / "predictions.csv")] == [one.classes[0] for one in found]
-
-
-def test_saved_pictures_are_predicted_as_eval_scores_them(tmp_path: Path) -> None:
-    size = 16
-    given = ("experiment=digits_pixel/self_attention", "dim=16", "num_heads=2", "model.depth=1", f"data.img_size={size}")
-    given += (f"model.img_size={size}", "model.patch_size=2", "trainer.accelerator=cpu", "trainer.max_steps=30")
-    assert train(compose(*given, f"output_dir={tmp_path / 'run'}")) == 0
-    images, labels = digits(359)  # 8x8 pixels: a run at 16 repeats each
-    for number, image in enumerate(images):
-        save(image, tmp_path / "pictures" / f"{number:03}.png")
-    found = predicted(f"checkpoint={tmp_path / 'run'}", f"source={tmp_path / 'pictures'}", "top=10")
-    score = evaluated(f"checkpoint={tmp_path / 'run'}")["run"]
-    pairs = list(zip(found, map(str, labels.tolist()), strict=True))
-    shares = [one.probabilities[one.classes.index(label)] for one, label in pairs]
-    assert -np.log(shares).mean() == pytest.approx(score.loss, rel=1e-4)  # a picture has 256 shades: not bit for bit
-    right = sum(one.classes[0] == label for one, label in pairs)
-    assert right / 359 == pytest.approx(score.top1, abs=0.01)
-    model: Any = metattt.load_model(tmp_path / "run")[0]
     assert model.pretrained_cfg.items() >= DigitsData.evaluation.items()
+
+
+def test_pictures_of_another_size_are_the_images_of_validation(pictures: Path) -> None:
+    """A run at 16 repeats each of the 8x8 pixels."""
+    size, picture = 16, next(pictures.rglob("0.png"))
+    transform = create_transform((1, size, size), mean=(0.5,), std=(0.5,), **DigitsData.evaluation)
+    torch.testing.assert_close(transform(Image.open(picture)), digits(1, size)[0][0], rtol=0, atol=0.01)  # it has 256 shades
 
 
 @pytest.mark.parametrize(("evaluation", "message"), [
@@ -180,7 +167,7 @@ def test_a_run_that_does_not_say_how_its_images_were_made(
     refusal(lambda: predicted(f"checkpoint={tmp_path}", f"source={pictures}"), message)
 
 
-def test_one_picture_and_one_that_cannot_be_read(
+def test_one_picture_several_kinds_and_one_that_cannot_be_read(
     runs: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = next(pictures.rglob("*.png"))
@@ -189,6 +176,9 @@ def test_one_picture_and_one_that_cannot_be_read(
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     (mixed / "good [bold].png").write_bytes(one.read_bytes())
+    grey = np.asarray(Image.open(one))
+    Image.fromarray(grey).save(mixed / "8.gif")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(mixed / "16.png")  # it is scaled
     (mixed / "bad.png").write_bytes(one.read_bytes()[:40])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "linked.png").write_bytes(one.read_bytes())
@@ -197,7 +187,9 @@ def test_one_picture_and_one_that_cannot_be_read(
     assert main(["predict", *given]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and "bad.png" in error and "corrupt=skip" in error
-    assert [one.name for one in predicted(*given, "corrupt=skip")] == ["good [bold].png", "link/linked.png"]
+    others = predicted(*given, "corrupt=skip")
+    assert [one.name for one in others] == ["16.png", "8.gif", "good [bold].png", "link/linked.png"]
+    assert all(one.probabilities == others[0].probabilities for one in others)
     assert "good [bold].png" in (said := capsys.readouterr().out) and "skipped  1 files" in said
 
 
@@ -226,30 +218,7 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
     refusal(lambda: evaluated(*given[:1], f"data.path={tmp_path / 'moved'}"), "moved has no folder validation")
 
 
-def test_an_image_that_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps before it are saved; the run goes on from them, and ends as one that read it."""
-    write_noise(tmp_path / "data", ("train/a", "train/b", "val/a", "val/b"), 8)
-    given = (*FOLDERS, f"data.path={tmp_path / 'data'}", "data.batch_size=2", "trainer.max_steps=6", "trainer.val_check_interval=6")
-    given += ("trainer.log_every_n_steps=1",)
-    assert train(compose(*given, f"output_dir={tmp_path / 'whole'}")) == 0
-    read, count = CheckedImages.__getitem__, itertools.count(1)
-
-    def damaged(self: CheckedImages, index: int) -> Any:
-        if next(count) == 9:
-            raise CorruptImage("CorruptImage: 4.png cannot be read")
-        return read(self, index)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckedImages, "__getitem__", damaged)
-        with pytest.raises(CorruptImage):
-            train(compose(*given, f"output_dir={tmp_path / 'run'}"))
-    assert steps(tmp_path / "run") == [4] and train(compose(f"resume={tmp_path / 'run'}")) == 0
-    assert log(tmp_path / "run") == log(tmp_path / "whole")
-
-
-def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of timm's schedule, too, which keeps the number of steps, and would go on at a rate of 0. And what it says and leaves."""
     given = (*TINY, "training.warmup_steps=2", "trainer.log_every_n_steps=1")
     for name, number in (("whole", 6), ("run", 3)):
@@ -264,18 +233,6 @@ def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(
     assert run[3:] == whole[3:] and run[-1] > 0
 
 
-def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> None:
-    """A GIF is found, and grey of 16 bits is scaled."""
-    grey = np.asarray(Image.open(next(pictures.rglob("*.png"))))
-    Image.fromarray(grey).save(tmp_path / "8.gif")
-    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
-    Image.fromarray(grey.astype(np.float32)).save(tmp_path / "32.tif")
-    given = (f"checkpoint={runs / 'a'}", f"source={tmp_path}", f"output_dir={tmp_path / 'out'}")
-    refusal(lambda: predicted(*given), "32.tif cannot be read (floating-point grey has no known white")
-    one, other = predicted(*given, "corrupt=skip")
-    assert [one.name, other.name] == ["16.png", "8.gif"] and one.probabilities == other.probabilities
-
-
 @pytest.mark.parametrize(("command", "message"), [
     (("eval", "checkpoint={a}", "split=train"), "split=train is for text"),
     (("eval", "checkpoint={a}", "data.path=/nowhere"), "data.path does not apply"),
@@ -288,6 +245,8 @@ def test_pictures_of_every_kind(runs: Path, pictures: Path, tmp_path: Path) -> N
     (("predict", "checkpoint={a}", "source={a}/checkpoints"), "holds no pictures"),
     (("predict", "checkpoint={a}", "source={a}", "top=0"), "top=0 is not allowed"),
     (("generate", "checkpoint={a}"), "model for images"),
+    (("train", "model=vision_transformer", "data=digits", "model.img_size=8", "model.patch_size=1", "model.in_chans=1", "dim=16",
+      "output_dir={a}/other"), "AdamW is not for images: set training=timm"),
 ])  # fmt: skip
 def test_refusals_are_a_line_or_two(runs: Path, command: tuple[str, ...], message: str, told: Callable[..., str]) -> None:
     assert message in told(*(word.format(a=runs / "a", text=runs / "text") for word in command))
