@@ -27,16 +27,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("model.vocab_size=256", "set model.vocab_size=257"),
     ("trainer.max_steps=0", "trainer.max_steps=0 is not allowed: it must be at least 1: a run is counted in steps"),
     ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is not allowed: it must be at least 1"),
-    ("trainer.accumulate_grad_batches=null", "accumulate_grad_batches=null is not allowed: it must be an integer"),
     ("trainer.val_check_interval=1.5", "val_check_interval=1.5 is not allowed: it must be above 0 and at most 1"),
-    ("trainer.val_check_interval=nan", "trainer.val_check_interval=nan is not allowed: it must be"),
     ("trainer.val_check_interval=-1", "val_check_interval=-1 is not allowed: it must be at least 1: give steps"),
     ("trainer.use_distributed_sampler=true", "use_distributed_sampler=true is not allowed: the data divides itself"),
     ("seed=null", "`seed=null` is not allowed: expected an integer."),
     ("output_dir=file", "output_dir=file cannot be used: it is a file"),
     ("training.betas=[0.9,1.5]", "training.betas[1]=1.5 is not allowed: it must be at least 0 and below 1"),
     ("training=timm training.optimizer=adamW2", "training.optimizer=adamW2 is not an optimizer of timm"),
-    ("training=timm training.optimizer=adan", "training.optimizer=adan is not an optimizer of timm"),
     ("data.path=nowhere", "data.path="),
     ("resume=", "`resume=''` has no value"),
     ("resume=auto output_dir=null", "add output_dir=<folder>"),
@@ -53,9 +50,7 @@ def test_one_line(given: str, expected: str, here: Path, told: Callable[..., str
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "NODE_RANK"])
-def test_a_rank_that_another_run_has_left(
-    name: str, here: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_another_run_has_left(name: str, here: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     error = told("train", *TINY, "trainer.max_steps=1", "data.path=text", "output_dir=run")
     assert f"{name}=1 in the environment" in error and not list(here.rglob("step-*"))
