@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from PIL import Image
 from processes_for_tests import two_processes
 from refusals_for_tests import refusal
-from runs_for_tests import Killed, after_step, column, log
+from runs_for_tests import Killed, after_step, column, log, steps
 from torch import Tensor
 
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.base import Place
-from metattt.data.images import NO_LABEL, ImageData
+from metattt.data.images import NO_LABEL, CheckedImages, CorruptImage, ImageData
 from metattt.errors import MetaTTTError
 from metattt.models.timm import create
 from metattt.models.vision import ImageTransformer
@@ -251,10 +251,16 @@ def settings(folder: Path, run: Path, *overrides: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_a_folder_trains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_trains_and_settings_of_imagenet_that_it_keeps_are_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(compose(*settings(folder, tmp_path / "run", "trainer.precision=bf16-mixed"))) == 0
     assert (tmp_path / "run" / "loss_curve.png").is_file()
     assert not any(word in capsys.readouterr().out for word in ("warm-up", "classes"))
+    given = ("training.warmup_steps=10000", "model.num_classes=1000", "trainer.max_steps=1")
+    assert train(compose(*settings(folder, tmp_path / "other", *given))) == 0
+    said = capsys.readouterr().out
+    assert "training.warmup_steps=10000" in said and "model.num_classes=2 leaves none over" in said
 
 
 def test_weights_go_on_with_other_classes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,30 +275,35 @@ def test_weights_go_on_with_other_classes(folder: Path, tmp_path: Path, capsys: 
     refusal(lambda: train(compose(*settings(folder, tmp_path / "wide", *start, "dim=32"))), "does not fit this model")
 
 
-def test_settings_of_imagenet_that_a_small_folder_keeps_are_told(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ("training.warmup_steps=10000", "model.num_classes=1000", "trainer.max_steps=1")
-    assert train(compose(*settings(folder, tmp_path / "run", *given))) == 0
-    said = capsys.readouterr().out
-    assert "training.warmup_steps=10000" in said and "model.num_classes=2 leaves none over" in said
+def damaged(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The n-th image that is read here cannot be read."""
+    read, count = CheckedImages.__getitem__, itertools.count(1)
+
+    def read_or_not(self: CheckedImages, index: int) -> Any:
+        if next(count) == number:
+            raise CorruptImage("CorruptImage: 4.png cannot be read")
+        return read(self, index)
+
+    monkeypatch.setattr(CheckedImages, "__getitem__", read_or_not)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_killed_and_resumed_with_augmentation(workers: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crops, flips, RandAugment and mixup of a step, and a layer that draws, do not depend on when the run was begun."""
+def test_a_run_that_ended_early_goes_on_with_augmentation(
+    workers: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Crops, flips, RandAugment and mixup of a step, and a layer that draws, do not depend on when the run was begun. A kill
+    costs what was done since the last checkpoint, an image that cannot be read no step."""
     for file in folder.glob("train/*/*.png"):
         Image.fromarray(np.random.default_rng(ord(file.stem)).integers(0, 256, (40, 40, 3), np.uint8)).save(file)
-    given = (f"data.num_workers={workers}", "callbacks.checkpoint.every_steps=1", "trainer.val_check_interval=1", "resume=auto")
-    for name in ("a", "b"):
-        command = compose(*settings(folder, tmp_path / name, *given))
-        if name == "b":
-            with monkeypatch.context() as patch:
-                after_step(patch, 2)
-                with pytest.raises(Killed):
-                    train(command)
-            command = compose(*settings(folder, tmp_path / name, *given[1:], f"data.num_workers={2 - workers}"))
-        train(command)
+    often = ("callbacks.checkpoint.every_steps=1", "trainer.val_check_interval=1") if workers else ()
+    given = (*often, "resume=auto")
+    assert train(compose(*settings(folder, tmp_path / "a", *given, f"data.num_workers={workers}"))) == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 2) if workers else damaged(patch, 3 * 4 + 2)
+        with pytest.raises(Killed if workers else CorruptImage):
+            train(compose(*settings(folder, tmp_path / "b", *given, f"data.num_workers={workers}")))
+    assert steps(tmp_path / "b") == ([1] if workers else [3])
+    assert train(compose(*settings(folder, tmp_path / "b", *given, f"data.num_workers={2 - workers}"))) == 0
     assert log(tmp_path / "a") == log(tmp_path / "b")
     data = [on(ready(small(folder, augment="rand-m10-n2-p1", num_workers=count)), 0, 1) for count in (0, workers)]
     torch.testing.assert_close(*(list(each.train_dataloader()) for each in data), rtol=0, atol=0)
@@ -381,12 +392,6 @@ def test_refusals_are_a_line_or_two(
     assert main(["train", *settings(folder, tmp_path / "run", *overrides)]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("step ")]
     assert 1 <= len(lines) <= 2 and lines[0].startswith("error: ") and message in lines[0]
-
-
-def test_training_on_images_has_a_recipe_of_its_own(tmp_path: Path) -> None:
-    images = ("model=vision_transformer", "data=digits", "model.img_size=8", "model.patch_size=1", "model.in_chans=1")
-    with pytest.raises(MetaTTTError, match="AdamW is not for images: set training=timm"):
-        train(compose(*images, "dim=16", f"output_dir={tmp_path}"))
 
 
 def test_labels_that_the_model_does_not_know() -> None:
