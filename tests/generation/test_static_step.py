@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.generation import sampling, static_step
-from metattt.generation.recorder import NotStatic, Recorder
+from metattt.generation.recorder import NotStatic
 from metattt.generation.static_step import WORTH, PlainStep, RecordedStep, one_token_step, static_state
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.modules import TRACED
@@ -116,9 +116,7 @@ UNLIKE = {"attention": GROWS, "titans_mag": GROWS, "titans": ".", "hook": "has h
 
 
 @pytest.mark.parametrize("change", UNLIKE)
-def test_compile_true_says_when_steps_are_not_alike(
-    change: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_true_says_when_steps_are_not_alike(change: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(f"layer={'custom' if change in ('hook', 'compiler') else change}")
     if change == "hook":
         model.blocks[0].register_forward_hook(lambda *_: None)
@@ -151,19 +149,3 @@ def test_a_compiled_step(layer: str) -> None:
         compiled, plain = RecordedStep(model, state, compiled=True), PlainStep(model, state.map(torch.clone))
         for token in torch.randint(VOCAB, (20, 3)):
             torch.testing.assert_close(compiled(token), plain(token), atol=1e-5, rtol=1e-5)
-
-
-def test_a_recorder_holds_views_lists_and_writes_in_place() -> None:
-    x, w = torch.randn(3, 4), torch.randn(4)
-
-    def body(x: Tensor) -> Tensor:
-        first, *_ = x.unbind(0)
-        y = torch.cat([x.mT[..., None].squeeze(-1), first[:, None]], dim=1).contiguous()
-        y[1:3] += 1
-        return (y * w[:, None]).sort(0).values[torch.tensor([2, 0])]
-
-    with Recorder([x]) as recorder:
-        expected = body(x)
-    function = recorder.function([expected])
-    again = torch.randn(3, 4)
-    assert torch.equal(function(again, *recorder.constants)[0], body(again))
