@@ -77,8 +77,7 @@ def test_a_bookmark_goes_on_at_any_token(kind: str, tmp_path: Path, files: str) 
         first.read(place)
         second.go_to(json.loads(json.dumps(first.bookmark())))
         assert np.array_equal(second.read(120 - place), expected[place:]), place
-    with pytest.raises(MetaTTTError, match=r"^data\.path=.* cannot be read as text"):
-        reader(files, kind, **options).go_to({"used": 1, "place": "x"})
+    refusal(lambda: reader(files, kind, **options).go_to({"used": 1, "place": "x"}), match=r"^data\.path=.* cannot be read as text")
 
 
 def test_null_is_an_empty_text(tmp_path: Path) -> None:
@@ -183,17 +182,13 @@ def test_two_processes_train_as_one(files: str, tmp_path: Path, whole: Path) -> 
     (("data.num_workers=2",), "num_workers"),
     (("data.validation_documents=1000",), "holds no text to train on"),
 ])  # fmt: skip
-def test_refusals_are_a_line_or_two(
-    files: str, tmp_path: Path, overrides: tuple[str, ...], message: str, told: Callable[..., str]
-) -> None:
+def test_refusals_are_a_line_or_two(files: str, tmp_path: Path, overrides: tuple[str, ...], message: str, told: Callable[..., str]) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "of a download that broke"}')[:-9])
     overrides = tuple(one.format(here=tmp_path) for one in overrides)
     assert message.format(here=tmp_path) in told("train", *TINY, f"data.path='{files}'", f"output_dir={tmp_path / 'run'}", *overrides)
 
 
-def test_a_format_and_files_and_paths_of_the_working_directory(
-    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_format_and_files_and_paths_of_the_working_directory(files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A format is no path; files and tokenizer are where they were when the run goes on from elsewhere."""
     run = tmp_path / "run"
     monkeypatch.chdir(Path(files).parent)

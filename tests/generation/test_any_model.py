@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals_for_tests import refusal
 from runs_for_tests import write_corpus
 from tokenizer_for_tests import trained_tokenizer
 
@@ -44,8 +45,7 @@ def test_a_converted_folder_is_a_checkpoint(runs: Path, tmp_path: Path, capsys: 
     given = f"checkpoint=[{runs / 'linear'},{runs / 'ours'},{runs / 'theirs' / 'model.safetensors'}]"
     found = evaluate(compose(given, "data.batch_size=4", *text, job="eval"))
     assert list(found) == ["linear", "ours", "theirs"] and len({one.loss for one in found.values()}) == 1
-    with pytest.raises(MetaTTTError, match=r"ours comes with no text: add data\.path="):
-        evaluate(compose(f"checkpoint={runs / 'ours'}", job="eval"))
+    refusal(lambda: evaluate(compose(f"checkpoint={runs / 'ours'}", job="eval")), "ours comes with no text: add data.path=")
     with pytest.raises(MetaTTTError, match=r"data\.validation_max_tokens does not apply"):
         evaluate(compose(f"checkpoint={runs / 'ours'}", *text, "data.validation_max_tokens=9", job="eval"))
     words = ("prompt=alpha", "max_new_tokens=20", "seed=1")
@@ -73,6 +73,5 @@ def test_a_run_on_shards_keeps_its_tokenizer(runs: Path, tmp_path: Path, capsys:
         assert said(capsys, checkpoint, "prompt=alpha beta", "max_new_tokens=5").startswith("alpha beta")
     assert len(losses) == 1
     (tmp_path / "theirs" / "tokenizer.json").unlink()
-    with pytest.raises(MetaTTTError, match=r"has 400 tokens, and no tokenizer\.json says which: add tokenizer="):
-        said(capsys, tmp_path / "theirs")
+    refusal(lambda: said(capsys, tmp_path / "theirs"), "has 400 tokens, and no tokenizer.json says which: add tokenizer=")
     assert said(capsys, tmp_path / "theirs", f"tokenizer={tmp_path / 'away.json'}", "max_new_tokens=2")
