@@ -56,17 +56,6 @@ def test_prompts_of_different_lengths_are_continued_as_if_alone(layer: str, monk
     assert len(together.unique()) > 4
 
 
-def test_padding_does_not_change_draws() -> None:
-    model = make("ttt_mlp", "model=mamba_backbone")
-    ids = torch.randint(256, (2, 18))
-    wide, mask = torch.zeros(2, 30, dtype=torch.long), torch.zeros(2, 30, dtype=torch.bool)
-    wide[:, 12:], mask[:, 12:] = ids, True
-    settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 1}
-    plain = torch.stack(list(generate(model, ids, 20, **settings)), 1)  # type: ignore[arg-type]
-    padded = torch.stack(list(generate(model, wide, 20, mask=mask, **settings)), 1)  # type: ignore[arg-type]
-    assert torch.equal(plain, padded)
-
-
 def test_draws_follow_the_filtered_distribution() -> None:
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
     logits, generator = probabilities.log().expand(20000, -1), torch.Generator().manual_seed(0)
