@@ -75,7 +75,7 @@ def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     assert largest(logits // 16) <= 4 * logits // 4
 
 
-def test_only_what_needs_gradients_gets_them() -> None:
+def test_only_what_needs_gradients_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, labels = data(20, 8, 30, torch.float64)
     expected = whole(x, weight, labels)
     for frozen, leaf, right in ((weight, x, expected[1]), (x, weight, expected[2])):
@@ -83,15 +83,10 @@ def test_only_what_needs_gradients_gets_them() -> None:
         (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, labels, ignore_index=-1, max_logits=100), leaf)
         torch.testing.assert_close(0.37 * grad, right)
         frozen.requires_grad_()
-
-
-def test_no_gradient_is_made_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, labels = data(64, 8, 53, torch.float32)
-    expected = linear_cross_entropy(x, weight, labels, ignore_index=-1, max_logits=500)
-    monkeypatch.setattr(Tensor, "scatter_add_", None)  # softmax − one-hot
+    monkeypatch.setattr(Tensor, "scatter_add_", None)  # softmax − one-hot: no gradient is made where none is wanted
     for off in (torch.no_grad, torch.inference_mode):
         with off():
-            assert linear_cross_entropy(x, weight, labels, ignore_index=-1, max_logits=500) == expected
+            torch.testing.assert_close(linear_cross_entropy(x, weight, labels, ignore_index=-1, max_logits=100), expected[0])
 
 
 def test_a_model_with_tied_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
