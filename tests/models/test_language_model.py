@@ -70,22 +70,6 @@ def test_blocks_that_are_run_again_have_the_same_gradients(layer: str) -> None:
     torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-5)
 
 
-def test_tied_head_and_optional_convolution() -> None:
-    tied, untied = make(), make("ttt_linear", "model.tie_embeddings=false")
-    assert tied.head.weight is tied.embedding.weight
-    assert untied.num_parameters() == tied.num_parameters() + 31 * 16
-    without = make("ttt_linear", "model.pre_conv=false")
-    assert without.blocks[0].conv is None
-    assert without.step(tokens(1, 4))[1].tails == (None, None)
-
-
-def test_every_new_token_is_one_step() -> None:
-    model, lengths = make(), []
-    model.embedding.register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[1]))
-    list(generate(model, tokens(1, 19), 5, seed=0))
-    assert lengths == [19, 1, 1, 1, 1]
-
-
 def test_seed_and_stop() -> None:
     model, ids = make(), tokens(1, 5)
     first, second = ([int(t) for t in generate(model, ids, 30, seed=3)] for _ in range(2))
