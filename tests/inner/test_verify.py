@@ -37,11 +37,12 @@ def near_zero(self: Task, prediction: Tensor, v: Tensor) -> Tensor:
     return torch.where(error < 8, 0.5 * error.square(), 8 * error - 32).sum(-1)
 
 
-squared = Reconstruction.loss
+squared, OUTSIDE = Reconstruction.loss, nn.Parameter(torch.ones(8))
 OWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "l1": lambda self, prediction, v: (prediction - v).abs().sum(-1),
     "ten times": lambda self, prediction, v: 10 * squared(self, prediction, v),
     "near zero": near_zero,
+    "a parameter that is no attribute": lambda self, prediction, v: squared(self, prediction * OUTSIDE.to(v.dtype), v),
     "while training": lambda self, prediction, v: squared(self, prediction, v) * (1 if self.training else 2),
 }
 LOSSES = {"weighted": Weighted} | {name: type("Mine", (Reconstruction,), {"loss": loss}) for name, loss in OWN.items()}
@@ -140,17 +141,3 @@ def test_replicas_and_copies_run_their_own_parts() -> None:
     shallow, deep = copy.copy(layer), copy.deepcopy(layer)
     assert shallow.inner.learner is shallow.learner
     assert deep.inner.learner is deep.learner is not layer.learner
-
-
-def test_a_parameter_that_is_no_attribute_keeps_its_derivative() -> None:
-    """Squared error as long as a tensor from outside is 1: no kernel may take it, and lose what trains the tensor."""
-    outside = nn.Parameter(torch.ones(8))
-
-    class Outside(Reconstruction):
-        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-            return 0.5 * ((prediction - v).square() * outside.to(v.dtype)).sum(-1)
-
-    layer = TTTLayer(16, 2, Outside(), Linear(), GradientDescent(4))
-    assert not layer.plan.kernels
-    layer(torch.randn(2, 8, 16))[0].square().sum().backward()
-    assert outside.grad is not None and outside.grad.any()
