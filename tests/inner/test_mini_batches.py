@@ -28,7 +28,7 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
 from metattt.optimizers import Append, BlockRule, Gates, GradientDescent, InnerOptimizer, StepSize, WholeSequence
 from metattt.state import Context, Tensors
-from metattt.tasks import Reconstruction, Views
+from metattt.tasks import Reconstruction
 
 DIM, HEADS, T = 6, 2, 11
 LENGTHS = (11, 6, 3, 8)
@@ -92,19 +92,6 @@ def test_labels_of_learners_that_keep_data_need_not_be_as_wide_as_keys(name: str
     first, state = wide(x[:, :6])
     y = torch.cat([first, wide(x[:, 6:], state)[0]], 1) if wide.learner.streams else wide(x)[0]
     torch.testing.assert_close(y, narrow(x)[0], rtol=1e-9, atol=1e-11)
-
-
-class OneQuery(Reconstruction):
-    def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
-        views, state = super().views(x, state, ctx, projected)
-        return views._replace(q=views.q[:, :, :1]), state
-
-
-@pytest.mark.parametrize("name", KEEPERS)
-def test_learners_that_keep_data_answer_a_query_of_every_token(name: str) -> None:
-    layer = TTTLayer(DIM, HEADS, OneQuery(), KEEPERS[name](), Append()).double()
-    with pytest.raises(MetaTTTError, match=r"k and q must be \[B, H, T, ·\]"):
-        layer(tokens())
 
 
 @pytest.mark.parametrize(
