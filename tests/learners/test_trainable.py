@@ -10,9 +10,8 @@ import torch
 from refusals_for_tests import refusal
 from torch import Tensor, nn
 
-from metattt.composition.compose import build
 from metattt.layer import TTTLayer
-from metattt.learners import FastWeights, Learner, Linear, ModuleLearner, Weight
+from metattt.learners import Learner, Linear, ModuleLearner, Weight
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction
 from metattt.testing.specimen import Specimen, compare, run
@@ -59,26 +58,13 @@ def test_any_module() -> None:
         assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
 
 
-class Own(Learner):
-    """A user's learner, whose constructor knows nothing of either setting."""
-
-    def __init__(self, width: int = 4):
-        super().__init__()
-        self.width = width
-
+class Own(Linear):
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"up": Weight((d_in, self.width)), "down": Weight((self.width, d_out)), "mean": Weight((d_out,), fast=False)}
-
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return w.bias(w.linear(torch.tanh(w.linear(x, "up")), "down"), "mean")
+        return {"up": Weight((d_in, d_out)), "mean": Weight((d_out,))}
 
 
-def test_a_learner_of_ones_own() -> None:
-    layers = [make(Own(5, trainable=["down", "mean"], step_scale={"mean": 0.1}), form) for form in ("primal", "dual")]  # type: ignore[call-arg]
-    assert (set(layers[0].learner.init), set(layers[0].learner.slow)) == ({"down", "mean"}, {"up"})
-    assert compare(*[run(layer, tokens(), grads=True) for layer in layers]) < BOUND
-    assert "trainable=['down', 'mean']" in repr(layers[0].learner)
-    refusal(lambda: make(Own(step_scale=0.5)), "names of Own's weights show none: give factors by name, of up, down")
+def test_steps_by_layers_need_names_that_show_them() -> None:
+    refusal(lambda: make(Own(step_scale=0.5)), "names of Own's weights show none: give factors by name, of up, mean")
 
 
 def test_kernels_leave_both_alone() -> None:
@@ -88,11 +74,3 @@ def test_kernels_leave_both_alone() -> None:
         refusal(partial(make, Linear(**options), "fused"), "layer.form=fused has no kernel")
     assert make(Linear()).form == "fused"
     assert make(Linear(step_scale={"w1": 1.0})).form == "fused"  # type: ignore[call-arg]
-
-
-def test_overrides() -> None:
-    size = ("dim=8", "num_heads=2")
-    layer = build("layer=ttt_mlp", *size, "learner.trainable=[w2,b2]", "learner.step_scale={w2: 0.5}")
-    assert (list(layer.learner.init), layer.learner.step_scales) == (["w2", "b2"], {"w2": 0.5})
-    assert build("layer=ttt_mlp", *size, "learner.step_scale=0.5").learner.step_scales == {"w1": 0.5, "b1": 0.5}
-    assert build("layer=lact", *size, "learner.trainable=[w1]").learner.init.keys() == {"w1"}
