@@ -14,7 +14,6 @@ from torch import Tensor
 
 import metattt
 import metattt.models.timm
-from metattt.catalog.equations import equations
 from metattt.errors import MetaTTTError
 from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
@@ -56,52 +55,6 @@ def test_the_released_block(sides: tuple[int, int]) -> None:
     assert parameters.keys() == wanted.keys()
     found = torch.autograd.grad((y * golden(f"{case}|c")).sum(), list(parameters.values()))
     torch.testing.assert_close(dict(zip(parameters, found, strict=True)), wanted, rtol=1e-9, atol=1e-11)
-
-
-def released_block(x: Tensor, w: dict[str, Tensor], sides: tuple[int, int], rope: bool) -> Tensor:
-    """The released block for `x` `[B, N, D]` and weights by its names, in plain steps."""
-    count, scale = x.shape[1], 9**-0.5
-    q, k, v, q2, k2, v2 = (x @ w["qkv.weight"].T + w["qkv.bias"]).split([D] * 3 + [WIDTH] * 3, dim=-1)
-    if rope:
-        frequency = 10000.0 ** -(torch.arange(D // 4, dtype=x.dtype) / (D // 4))
-        places = [torch.tensor([divmod(n, sides[1])[axis] for n in range(count)]) for axis in (0, 1)]
-        angle = torch.cat([place[:, None] * frequency for place in places], dim=-1)  # [N, D/2]
-        turn = torch.polar(torch.ones_like(angle), angle)
-        pairs = (torch.view_as_complex(one.unflatten(-1, (-1, 2))) for one in (q, k))
-        q, k = (torch.view_as_real(one * turn).flatten(-2) for one in pairs)
-    q, k, v = (one.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for one in (q, k, v))
-    q2, k2, v2 = (one.mT.reshape(1, -1, *sides) for one in (q2, k2, v2))  # a channel of a sequence is a group
-    begin = [w[name].expand(len(x), -1, -1, -1) for name in ("w1", "w2")] + [w["w3"].repeat(len(x), 1, 1, 1)]
-    begin = [one.detach().requires_grad_() for one in begin]
-
-    def both(fast: list[Tensor], one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-        return (one @ fast[0]) * F.silu(one @ fast[1]), F.conv2d(two, fast[2], padding=1, groups=len(fast[2]))
-
-    loss = -sum((f * y).sum() for f, y in zip(both(begin, k, k2), (v, v2), strict=True)) * scale / count
-    fast = []
-    for weight, g, axes in zip(begin, torch.autograd.grad(loss, begin), (-2, -2, (-2, -1)), strict=True):
-        fast.append(weight - g / (torch.linalg.vector_norm(g, dim=axes, keepdim=True) + 1))
-    one, two = both(fast, q, q2)
-    y = torch.cat([one.transpose(1, 2).flatten(2), two.reshape(len(x), WIDTH, count).mT], dim=-1)
-    return y @ w["proj.weight"].T + w["proj.bias"]
-
-
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize("sides", [(6, 4), (3, 3)])
-def test_positions_in_the_map(sides: tuple[int, int], rope: bool) -> None:
-    """`task.rope=map` is the released block's RoPE; without it, the plain steps are those of the recorded block."""
-    words = ["task.rope=map", f"task.rope_columns={sides[1] if sides[0] != sides[1] else 'null'}"] if rope else []
-    layer: Any = metattt.build("layer=vittt", f"dim={D}", f"num_heads={HEADS}", *words).double()
-    layer.load_state_dict(ours("p"))
-    layer.second.learner.columns = sides[1]
-    x = golden(f"{sides[0]}x{sides[1]}|x")
-    weights = {name[2:]: golden(name) for name in GOLDEN.files if name.startswith("p|")}
-    torch.testing.assert_close(layer(x)[0], released_block(x, weights, sides, rope), rtol=1e-9, atol=1e-12)
-    assert not layer.causal
-    if rope and sides == (3, 3):
-        assert "RoPE_t: by row and column" in str(list(equations(layer)))
-    if not rope:
-        torch.testing.assert_close(layer(x)[0], golden(f"{sides[0]}x{sides[1]}|y"), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("size", "columns", "count"), [(3, None, 16), (5, 6, 24), (1, 3, 6)])
