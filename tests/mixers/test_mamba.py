@@ -38,14 +38,6 @@ def worst(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("name", ["longhorn", "mamba"])
-def test_the_scan_of_other_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = make(name, "layer.chunk_size=8"), tokens()
-    expected = layer(x)[0]
-    monkeypatch.setattr("metattt.mixers.scan.one_by_one", doubling)
-    torch.testing.assert_close(layer(x)[0], expected, **EXACT)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_in_transforms(name: str) -> None:
     layer, x = make(name, "layer.chunk_size=4"), tokens().requires_grad_()
@@ -87,7 +79,7 @@ def decays(shape: tuple[int, ...]) -> Tensor:
 
 
 def test_decays_over_4096_tokens() -> None:
-    """In float32 against float64 of the same numbers, outputs and gradients."""
+    """In float32 against float64 of the same numbers, outputs and gradients; `doubling` is the scan of other devices than a CPU."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape: int) -> Tensor:
@@ -106,7 +98,8 @@ def test_decays_over_4096_tokens() -> None:
     for way in (one_by_one, doubling):
 
         def step(h: Tensor, q: Tensor, a: Tensor, b: Tensor, way: Any = way) -> tuple[Tensor, Tensor]:
-            states, last = way(a.transpose(0, 1), b.transpose(0, 1), h)
+            scan = way if h.dtype == torch.float32 else one_by_one
+            states, last = scan(a.transpose(0, 1), b.transpose(0, 1), h)
             return (states.transpose(0, 1) @ q.unsqueeze(-1)).squeeze(-1), last
 
         def scanned(a: Tensor, b: Tensor, q: Tensor, step: Any = step) -> tuple[Tensor, Tensor]:
