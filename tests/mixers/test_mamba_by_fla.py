@@ -92,13 +92,7 @@ RESET[0, 7] = True
 
 @pytest.mark.parametrize(
     ("length", "cast", "device", "options"),
-    [
-        (1, True, "cpu", {}),
-        (15, True, "cpu", {}),
-        (40, False, "cpu", {}),
-        (40, True, "cuda", {}),
-        (40, True, "cpu", {"reset": RESET}),
-    ],
+    [(1, True, "cpu", {}), (15, True, "cpu", {}), (40, False, "cpu", {}), (40, True, "cuda", {}), (40, True, "cpu", {"reset": RESET})],
     ids=["a token", "few tokens", "full precision", "another device", "documents"],
 )
 def test_where_they_are_not_taken(
