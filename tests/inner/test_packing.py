@@ -84,9 +84,7 @@ def test_flags_are_read_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [["learner.learn_init=true"], ["learner.kernel=nearest"], ["task.kv_heads=1"]])
-def test_attention_to_packed_documents_is_computed_in_pieces(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_to_packed_documents_is_computed_in_pieces(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = metattt.build("attention", *settings, dim=16, num_heads=2).double()
     x = torch.randn(2, 40, 16, dtype=torch.float64, requires_grad=True)
     reset, mask = torch.rand(2, 40) < 0.1, torch.rand(2, 40) < 0.9

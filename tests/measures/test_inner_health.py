@@ -144,9 +144,7 @@ def test_a_mini_batch_that_no_query_outlives_is_named(layer: str) -> None:
     assert "unread" not in kinds(short, longer[:, :5])
 
 
-def test_a_run_says_it_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_says_it_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     look = create_autospec(InnerHealth.look, side_effect=InnerHealth.look)
     monkeypatch.setattr(InnerHealth, "look", look)
     given = (
@@ -171,9 +169,7 @@ def test_harm_is_said_when_it_is_seen_twice() -> None:
     module, watch = SimpleNamespace(model=model), InnerHealth()
     looks = [list(watch._news({0: health}, module)) for health in (ill, ill._replace(worse=zeros), ill, ill, ill)]
     assert [len(lines) for lines in looks] == [0, 0, 0, 1, 0]
-    assert looks[3][0].startswith(
-        "layer 0, head 1 learns nothing: the inner loss of 100% of the tokens is larger with what"
-    )
+    assert looks[3][0].startswith("layer 0, head 1 learns nothing: the inner loss of 100% of the tokens is larger with what")
     assert "optimizer.base_lr=2.5e+05 (now 1e+06)" in looks[3][0]
 
 
