@@ -42,13 +42,3 @@ def test_keys_of_zeros(scale: float, case: tuple[str, ...]) -> None:
     y, _ = layer(x)
     assert case[0] == "efla" or scale or not y[:, :5].any()
     assert all(g.isfinite().all() for g in gradients(layer, x, y.sum()).values())
-
-
-def test_the_answer_to_a_key_is_its_label() -> None:
-    """What Kaczmarz's step is for: with η = 1 and ε near 0 the newest pair is stored exactly."""
-    layer = make("efla", "optimizer.step=projection", "optimizer.lr=constant", "optimizer.eps=1e-12")
-    x = torch.randn(1, 21, 12, dtype=torch.float64)
-    views, _ = layer.task.views(x, {}, layer.call(x, layer.start(x)).ctx)
-    _, state = layer(x)
-    w = next(iter(state.weights["weights"].values()))
-    torch.testing.assert_close((views.k[:, :, -1:] @ w), views.v[:, :, -1:], rtol=1e-8, atol=1e-8)
