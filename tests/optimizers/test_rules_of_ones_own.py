@@ -126,10 +126,7 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
     **{
         f"{what} and {name}": (make, rf"Mine gives {LETTERS[name]} beside {what}, .* optimizer\.{what}=")
         for name in LETTERS
-        for what, make in (
-            ("token_steps", rule(Steps, names=name)),
-            ("max_norm", rule(Own, names=name, max_norm=0.1)),
-        )
+        for what, make in (("token_steps", rule(Steps, names=name)), ("max_norm", rule(Own, names=name, max_norm=0.1)))
     },
     "rates by token": (rule(Own, names="w"), r"Mine gives weight_lr, .* set anchor=minibatch and read=previous"),
     "rates online": (partial(online(names="w"), read="previous"), r"Mine gives weight_lr, .*optimizer\.anchor=online"),
@@ -137,10 +134,7 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
         partial(rule(Own, gates=lambda self, x, state, ctx: (three_rates(x), state)), read="previous"),
         r"Mine gives weight_lr of shape \[1, 2, 1, 3\], expected \[B, H, T, 2\]: one for each of w1, b1",
     ),
-    "token steps per mini-batch": (
-        rule(PerMiniBatch, token_steps=Steps.token_steps),
-        "does not use token_steps, max_norm and nesterov",
-    ),
+    "token steps per mini-batch": (rule(PerMiniBatch, token_steps=Steps.token_steps), "does not use token_steps, max_norm and nesterov"),
     "clipping per mini-batch": (rule(PerMiniBatch, max_norm=0.1), "does not use token_steps, max_norm"),
     "decayed gradients by mini-batch": (rule(Own, names="a", gradient_at="decayed"), r"set optimizer\.anchor=online"),
     "token steps of another length": (
@@ -183,9 +177,7 @@ def test_coefficients_that_no_form_would_use_are_refused() -> None:
         ({}, "tau", "token_steps gives τ, and gave none when the layer was built"),
     ],
 )
-def test_what_comes_up_later_is_refused_before_anything_is_computed(
-    attributes: dict[str, Any], more: str, words: str
-) -> None:
+def test_what_comes_up_later_is_refused_before_anything_is_computed(attributes: dict[str, Any], more: str, words: str) -> None:
     layer = layer_of(rule(Own, **attributes))
     layer(x)
     kind, before = type(layer.optimizer), Own.gates  # the class is changed, not the rule: nobody is told
@@ -330,18 +322,13 @@ def mine(base: type, **methods: Any) -> Any:
     return type("Mine", (base,), methods)
 
 
-def slots(move: Callable[[Any], Any], own: Any = ("squares",)) -> Any:
+def slots(move: Callable[[Any], Any]) -> Any:
     """A rule of a mini-batch with a slot of its own; one that it does not return would be zero in every mini-batch."""
-    return mine(BlockRule, own_slots=own, move=lambda self, memory, alpha, beta: move(memory))(4)
+    return mine(BlockRule, own_slots=("squares",), move=lambda self, memory, alpha, beta: move(memory))(4)
 
 
-def learner(made: Callable[[int, int], Any], **options: Any) -> Any:
-    methods = {"weights": lambda self, d_in, d_out: made(d_in, d_out), "forward": lambda self, w, x: w.linear(x, "w")}
-    return mine(Learner, **methods)(**options)
-
-
-def one_number(d_in: int, d_out: int) -> dict[str, Weight]:
-    return {"w": Weight((d_in, 1))}
+def learner(made: Callable[[int, int], Any]) -> Any:
+    return mine(Learner, weights=lambda self, d_in, d_out: made(d_in, d_out), forward=lambda self, w, x: w.linear(x, "w"))()
 
 
 def narrow(memory: Any) -> Any:
@@ -357,38 +344,17 @@ def written(memory: Any) -> Any:
     return memory | {"squares": {name: s.add_(memory["update"][name]) for name, s in memory["squares"].items()}}
 
 
-WIDTH = r"Mine\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]"
 SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, and what is said of it
     (lambda: slots(lambda memory: {"commit": memory["commit"]}), "returns squares None: it must return commit and"),
-    (lambda: slots(lambda memory: memory["commit"]), r"Mine\.move returns commit None"),
-    (lambda: slots(lambda memory: None), r"Mine\.move returns commit None"),
     (lambda: slots(written), r"Mine\.move changes in place what it is given"),
     (lambda: slots(narrow), r"commit \{'w1': \[1, 2, 4, 1\], .*, each with all weights, \{'w1': \[1, 2, 4, 4\]"),
-    (lambda: slots(lambda memory: memory, "squares"), "own_slots='squares' is not allowed: it must be a tuple"),
-    (lambda: slots(lambda memory: memory, ("update",)), r"own_slots=\('update',\) is not allowed: .* none of them"),
-    (lambda: learner(lambda *d: [Weight(d)]), r"Mine\.weights returns \[Weight.*: it must return a Weight by name"),
     (lambda: learner(lambda i, o: {"w": Weight((i + 1, o))}), r"Mine\.forward fails for tokens \[1, 2, 4, 4\]: "),
-    (lambda: learner(lambda i, o: {"w": Weight(())}), r"gives 'w' the shape \(\): it must be a tuple of sizes"),
-    (lambda: learner(lambda i, o: {"w": Weight((i, 0))}), r"gives 'w' the shape \(4, 0\): it must be a tuple of sizes"),
-    (
-        lambda: learner(lambda i, o: {"w": Weight((i, o), value=torch.ones(i, 3))}),
-        r"gives 'w' a value \[4, 3\] of torch.float32: it must be .* with the shape \[4, 4\]",
-    ),
     (lambda: plainly(Linear, "forward", torch.Tensor.detach)(), r"no derivative by its fast weights \(w1, b1\): use"),
-    (lambda: learner(one_number, norm=True), WIDTH),
-    (lambda: learner(one_number, norm=False), WIDTH),
     (
-        lambda: plainly(GradientDescent, "gates", lambda found: found[0])(4),
-        r"Mine\.gates returns a Gates: it must return \(Gates, state\)",
+        lambda: learner(lambda d_in, d_out: {"w": Weight((d_in, 1))}),
+        r"Mine\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]",
     ),
-    (
-        lambda: plainly(GradientDescent, "gates", lambda _: (Gates(eta=0.1), {}))(4),  # type: ignore[arg-type]
-        r"Mine\.gates returns eta=0\.1: a gate is None or a tensor",
-    ),
-    (
-        lambda: plainly(Reconstruction, "views", lambda found: found[0])(),
-        r"Mine\.views returns a Views: it must return \(Views, state\)",
-    ),
+    (lambda: plainly(GradientDescent, "gates", lambda found: found[0])(4), r"Mine\.gates returns a Gates: it must return \(Gates, state\)"),
     (
         lambda: mine(Linear, forward=lambda self, w, x: w.linear(x.mul_(2), "w1", "b1"))(),
         r"Mine\.forward changes in place the tokens that it is given",
