@@ -57,6 +57,13 @@ def test_the_released_block(sides: tuple[int, int]) -> None:
     torch.testing.assert_close(dict(zip(parameters, found, strict=True)), wanted, rtol=1e-9, atol=1e-11)
 
 
+def test_a_square_map_needs_no_width() -> None:
+    """(RoPE in the map, of another shape: `test_layer_table`.)"""
+    words = ("layer=vittt", f"dim={D}", f"num_heads={HEADS}", "seed=0", "task.rope=map")
+    given, known = (metattt.build(*words, f"task.rope_columns={width}").double()(golden("3x3|x"))[0] for width in ("null", 3))
+    torch.testing.assert_close(given, known)
+
+
 @pytest.mark.parametrize(("size", "columns", "count"), [(3, None, 16), (5, 6, 24), (1, 3, 6)])
 def test_a_depthwise_convolution(size: int, columns: int | None, count: int) -> None:
     learner = Depthwise(size, columns)
