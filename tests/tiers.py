@@ -134,7 +134,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "sweeps/test_sweeps.py": (),
     "data/test_tokenizers_damaged.py": (),
     "training/test_truncated.py::test_": ("test_the_gradient", "-5]"),
-    "models/test_vision.py::test_relative_cost": (),
     "models/test_vision.py::test_every_experiment": ("[digits_pixel/",),
     "models/test_vision.py::test_every_model_trains": ("-mttt_mlp]", "-self_attention]"),
     "models/test_vision.py::test_packages_are_attributes": (),
