@@ -129,18 +129,6 @@ def test_one_token(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str,
         check(kind, x, phase, update, own)
 
 
-@pytest.mark.parametrize(
-    ("kind", "phase", "n", "own"),
-    [
-        *((kind, *one) for kind in NATIVE for one in ((0, 5, True), (3, 12, False), (3, 13, True), (0, 16, True), (15, 1, False))),
-        *((f"{kind}, triton", *one) for kind in NATIVE for one in ((0, 5, True), (13, 3, False))),
-    ],
-)
-def test_several_tokens(kind: str, phase: int, n: int, own: bool) -> None:
-    x = given(kind, n=n, batch=1 if n == 5 else 3)
-    check(kind, x, phase, None if phase == 0 else like(x.weights), own)
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("phases", [[0, 15, 3], [15, 15, 15], [1, 2, 0]])
 @pytest.mark.parametrize("kind", KERNELS)
