@@ -101,10 +101,3 @@ def test_the_fused_form_is_not_exported() -> None:
     layer = metattt.build("layer=ttt_linear", "dim=32", "num_heads=2", "layer.form=fused", seed=0)
     x = torch.randn(2, 32, 32)
     refusal(lambda: torch.export.export(layer, (x,)), match=r"not under torch\.export.*set layer\.form=auto")
-
-
-def test_second_derivatives_of_an_operator_are_refused() -> None:
-    given = arguments("ttt_linear")
-    y = torch.ops.metattt.ttt_linear(*given)[0]
-    (gradient,) = torch.autograd.grad(y.square().sum(), given[0], create_graph=True)
-    refusal(gradient.sum().backward, "layer.form=dual")
