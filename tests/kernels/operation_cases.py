@@ -56,17 +56,7 @@ TOKENS = ("q", "k", "v", "eta")
 
 
 class Case(NamedTuple):
-    """A call, and how it is launched.
-
-    Attributes:
-        op: the operation.
-        length, b, d, batch, heads, bias, tau: sizes; token steps none, shared or of each head.
-        carried: every sequence has weights of its own at the start.
-        documents: lengths, packed in one row.
-        uses: what the loss depends on: all, outputs, state, or the sum of outputs, whose cotangent is expanded.
-        layout: of q, k, v in memory: dense; [B, H, T, d]; views of one projection; heads further than 2³¹ values apart.
-        segment, together, tile: mini-batches between stored weights; of TTT-MLP, segments at the same time and hidden units a tile.
-    """
+    """A call, and how it is launched."""
 
     op: str = "ttt_linear"
     length: int = 37
@@ -75,15 +65,15 @@ class Case(NamedTuple):
     batch: int = 1
     heads: int = 1
     bias: bool = True
-    tau: str = "heads"
-    carried: bool = False
-    documents: tuple[int, ...] | None = None
+    tau: str = "heads"  # token steps none, shared or of each head
+    carried: bool = False  # every sequence has weights of its own at the start
+    documents: tuple[int, ...] | None = None  # lengths, packed in one row
     dtype: torch.dtype = torch.float32
-    uses: str = "all"
-    layout: str = "dense"
-    segment: int = 2
-    together: int = 264
-    tile: int | None = None
+    uses: str = "all"  # what the loss depends on: all, outputs, state, or the sum of outputs, whose cotangent is expanded
+    layout: str = "dense"  # of q, k, v: dense; [B, H, T, d]; views of one projection; heads further than 2³¹ values apart
+    segment: int = 2  # mini-batches between stored weights
+    together: int = 264  # segments of TTT-MLP at the same time
+    tile: int | None = None  # hidden units of TTT-MLP
 
     def __str__(self) -> str:
         fields = list(self._asdict().items())[1:]
@@ -210,9 +200,7 @@ def launches(case: Case) -> Iterator[None]:
         yield
 
 
-def with_gradients(
-    function: Callable[..., Any], given: Given, state: tuple[Tensor | None, ...] | None, case: Case
-) -> dict[str, Tensor]:
+def with_gradients(function: Callable[..., Any], given: Given, state: tuple[Tensor | None, ...] | None, case: Case) -> dict[str, Tensor]:
     """Outputs, final state and gradients of a loss of them, by name."""
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
     if state is not None:
@@ -229,6 +217,4 @@ def with_gradients(
         if case.uses in ("all", "outputs" if name == "o" else "state"):
             loss = loss + (x.double() * cotangent).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return results | {
-        f"d{name}": torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), gradients, strict=True)
-    }
+    return results | {f"d{name}": torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), gradients, strict=True)}

@@ -23,9 +23,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MINI_BATCHES", 3)
 
 
-def asked(
-    name: str, dtype: torch.dtype = torch.float16, heads: int = 2, biased: bool = True, derivatives: bool = True
-) -> str | None:
+def asked(name: str, dtype: torch.dtype = torch.float16, heads: int = 2, biased: bool = True, derivatives: bool = True) -> str | None:
     return disagreement(name, torch.device(DEVICE), dtype, 32, 8, heads, biased, biased, derivatives)
 
 
@@ -50,8 +48,7 @@ class Halved(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
-    [(last_tokens, "100% off"), (lambda o: o * float("nan"), "output is not finite"), (Halved.apply, "its gradient of")],
+    ("wrong", "told"), [(last_tokens, "100% off"), (lambda o: o * float("nan"), "output is not finite"), (Halved.apply, "its gradient of")]
 )
 def test_what_does_not_agree_is_refused(
     wrong: Callable[[Tensor], Tensor], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

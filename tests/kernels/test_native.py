@@ -33,9 +33,7 @@ from metattt.tasks.reconstruction import Reconstruction
 
 KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
 BOUND = 1e-4
-pytestmark = pytest.mark.skipif(
-    native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
-)
+pytestmark = pytest.mark.skipif(native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler")
 
 
 def by(kernel: NativeForm, b: int = 16, group_size: int | None = None) -> Callable[[Leaves], tuple[Tensor, Leaves]]:
@@ -208,9 +206,7 @@ def test_one_number_for_all(kind: str, label: tuple[int, ...], gates: dict[str, 
             assert (value - expected).norm() <= BOUND * expected.norm() + 1e-6 * largest
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("eta", (2, 40)), ("alpha", (40,)), ("beta", (3, 4, 40)), ("kappa", ())]
-)
+@pytest.mark.parametrize(("name", "shape"), [("eta", (2, 40)), ("alpha", (40,)), ("beta", (3, 4, 40)), ("kappa", ())])
 def test_a_gate_that_does_not_fit_is_refused(name: str, shape: tuple[int, ...]) -> None:
     rule = Shared(16)
     gates = Gates(torch.ones(3, 2, 40))._replace(**{name: torch.ones(shape)})

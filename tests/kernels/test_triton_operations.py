@@ -68,13 +68,7 @@ def test_what_is_rounded_does_not_grow(op: str) -> None:
     assert errors[-1] < 2 * errors[0] < 0.02
 
 
-def test_the_cases_differ() -> None:
-    assert len(set(map(str, CASES))) == len(CASES)
-
-
-@pytest.mark.parametrize(
-    ("d", "bias", "tau"), [(32, True, "shared"), (64, True, "heads"), (96, False, "heads"), (128, True, "shared")]
-)
+@pytest.mark.parametrize(("d", "bias", "tau"), [(32, True, "shared"), (64, True, "heads"), (96, False, "heads"), (128, True, "shared")])
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_decoding_goes_on_from_places_of_their_own(op: str, d: int, bias: bool, tau: str) -> None:
     """Sequences that were read to different places, token by token over the end of a mini-batch."""
@@ -178,6 +172,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ttt_mlp", {"b1": None}, {}, "b1 and b2"),
     ("ttt_mlp", {"initial_state": (None, None)}, {}, r"expected \(w1, b1, w2, b2\)"),
 ]  # fmt: skip
+
+
 def refused(call: Callable[..., Any], given: Given, changes: dict[str, Any], message: str) -> None:
     changed = given | {key: value(given) if callable(value) else value for key, value in changes.items()}
     refusal(partial(call, **changed), match=message, lines=1)
