@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metattt
-from metattt.functional import replica, with_values
+from metattt.functional import with_values
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
 from metattt.optimizers import GradientDescent
@@ -110,15 +110,3 @@ def test_a_call_with_other_values() -> None:
     assert torch.equal(found, functional_call(module, values, (x,)))
     assert module.calls == [2, 2]
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
-
-
-def test_a_replica_shares_tensors_and_nothing_that_a_call_changes() -> None:
-    module = Odd()
-    made = replica(module)
-    assert type(made) is Odd and made.first.weight is module.first.weight is made.second.weight and made.shift is module.shift
-    assert made.listed[0] is made.first and made.named["second"][0] is made.second and made.itself[0] is made
-    assert made.calls is module.calls  # nothing in it refers to a module
-    made.first._parameters["weight"] = None
-    made.extra = nn.Linear(1, 1)
-    made.register_buffer("more", torch.ones(1))
-    assert module.first.weight is not None and not hasattr(module, "extra") and not hasattr(module, "more")
