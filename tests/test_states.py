@@ -65,20 +65,6 @@ def test_a_state_of_tokens_that_are_read_together(tmp_path: Path) -> None:
         assert same(State.load(tmp_path / "state"), state)
 
 
-def test_a_memory_of_a_model(tmp_path: Path) -> None:
-    model = made("layer=ttt_mlp")[0].bfloat16()
-    ids, file = torch.randint(257, (2, 40)), tmp_path / "memory"
-    with torch.no_grad():
-        _, state = model.step(ids[:, :23])
-        assert file not in tmp_path.iterdir()
-        state.save(file, model)
-        state.save(file, model)  # over the first
-        assert list(tmp_path.iterdir()) == [file]
-        found = LanguageModelState.load(str(file), model=model)
-        assert type(found) is LanguageModelState and same(found, state)
-        assert torch.equal(model.step(ids[:, 23:], found)[0], model.step(ids[:, 23:], state)[0])
-
-
 def test_answers_from_a_memory(tmp_path: Path) -> None:
     model, tokenizer = made("layer=ttt_linear")[0], ByteTokenizer()
     document, questions = "the inner loop learns from every token. ", ["what", "which of them?"]
@@ -190,6 +176,8 @@ def test_states_of_layers_that_are_not_ours(tmp_path: Path) -> None:
     """Dictionaries, lists and numbers; named tuples that torch knows."""
     inner = metattt.build("layer=linear_attention", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1]
     others = LanguageModelState((({"h.0": torch.ones(2, 3)}, [torch.zeros(2)], None, "text", 1.5),), (None,))
+    alone = LanguageModelState((({"h.0": torch.ones(1, 3)}, [torch.zeros(1)], None, "text", 1.5),), (None,))
+    assert same(others.select(torch.tensor([1])), alone)
     others.save(tmp_path / "others")
     assert same(LanguageModelState.load(tmp_path / "others"), others)
     state = LanguageModelState((Pair(inner, None),), (None,))
@@ -221,21 +209,6 @@ def test_states_of_models_move_and_are_selected(name: str) -> None:
     for narrow in (torch.bfloat16, torch.int64):
         refusal(partial(state.to, narrow), "float32 or wider")
     torch.testing.assert_close(model.step(ids[index, 5:], state.select(index))[0], expected[index])
-
-
-def test_the_state_of_a_model_of_other_layers() -> None:
-    class Recurrent(torch.nn.GRU):
-        def forward(self, x: Tensor, state: Any = None, mask: Any = None, reset: Any = None) -> Any:  # type: ignore
-            y, last = super().forward(x, None if state is None else state[0].transpose(0, 1).contiguous())
-            return y, [last.transpose(0, 1)]
-
-    model = LanguageModel(11, 16, 2, lambda: Recurrent(16, 16, batch_first=True), pre_conv=False)
-    ids = torch.randint(11, (3, 7))
-    _, state = model.step(ids[:, :5])
-    index = torch.tensor([1, 2])
-    torch.testing.assert_close(
-        model.step(ids[index, 5:], state.select(index))[0], model.step(ids[:, 5:], state)[0][index]
-    )
 
 
 def test_states_of_other_layers_that_keep_data(monkeypatch: pytest.MonkeyPatch) -> None:
