@@ -21,17 +21,16 @@ from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import Convolution, GlobalEstimator, KernelEstimator, Learner, Linear, Transformer
 from metattt.optimizers import (
-    Adam,
     Append,
     ChannelDecay,
     GradientDescent,
     InnerOptimizer,
-    MirrorDescent,
     Momentum,
     Preconditioned,
-    Sign,
     StateGated,
 )
+from metattt.optimizers.block import Adam, Sign
+from metattt.optimizers.mirror import MirrorDescent
 from metattt.registry import PARAMETERS, REGISTERED
 from metattt.tasks import Reconstruction
 from metattt.testing.specimen import Specimen, distance
@@ -78,10 +77,7 @@ VALUES: dict[str, tuple[Any, ...]] = {  # of keys whose type says little
 
 
 def modules(width: int) -> tuple[nn.Module, ...]:
-    return (
-        nn.Linear(width, width),
-        nn.Sequential(nn.Linear(width, width + 1, bias=False), nn.Tanh(), nn.Linear(width + 1, width)),
-    )
+    return (nn.Linear(width, width), nn.Sequential(nn.Linear(width, width + 1, bias=False), nn.Tanh(), nn.Linear(width + 1, width)))
 
 
 def nested(dim: int, group_size: int) -> nn.Module:
@@ -294,8 +290,11 @@ def drawn(seed: int) -> Iterator[Drawn]:
         yield draw(rng, *STRATA[seed % len(STRATA)])
 
 
-def check(seed: int) -> None:
-    """The first composition of a seed that is not refused equals the oracle, and refusals are short."""
+@pytest.mark.parametrize("seed", [
+    *range(len(STRATA)), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(STRATA), 6 * len(STRATA))),
+])  # fmt: skip
+def test_a_drawn_composition_equals_the_oracle(seed: int) -> None:
+    """The first one of a seed that is not refused; and refusals are short."""
     refused: list[str] = []
     for one in drawn(seed):
         for shrink in (1.0, 0.1, 0.01):
@@ -320,17 +319,6 @@ def test_the_oracle_knows_every_part() -> None:
             cls = kind(group, name).__name__
             if f"{group}={name}" not in NOT_COVERED:
                 assert hasattr(Tokens, f"of_{cls.lower()}") if group == "task" else cls in known[group], cls
-
-
-@pytest.mark.parametrize("seed", range(len(STRATA)))
-def test_a_drawn_composition_equals_the_oracle(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(len(STRATA), 6 * len(STRATA)))
-def test_another_drawn_composition_equals_the_oracle(seed: int) -> None:
-    check(seed)
 
 
 LONG: dict[str, tuple[str, Callable[[], InnerOptimizer]]] = {
@@ -370,9 +358,7 @@ def made(learner: Learner, rule: InnerOptimizer) -> TTTLayer:
     return Specimen(lambda: learner, Reconstruction, lambda: rule).make()
 
 
-@pytest.mark.parametrize(
-    "masks", [("11 11", "00 10", "1101 1111"), ("1111111 1111100",)], ids=["a call of padding", "cut"]
-)
+@pytest.mark.parametrize("masks", [("11 11", "00 10", "1101 1111"), ("1111111 1111100",)], ids=["a call of padding", "cut"])
 @pytest.mark.parametrize("rule", [
     lambda: GradientDescent(3, read="final", steps=2),
     lambda: Momentum(3, read="final", steps=2, anchor="batch"),
