@@ -243,14 +243,6 @@ def test_the_arithmetic_of_scaling_is_that_of_its_script() -> None:
             assert old == pytest.approx(row), f"{name}: run `python docs/scripts/scaling.py`"
 
 
-def test_no_allowance_is_idle() -> None:
-    numbers = script(ROOT / "docs/scripts/numbers.py")
-    for page, pattern in numbers.allowances():
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert list(numbers.unmarked(page, text, [])), f"{page}: nothing is left to allow"
-        assert re.search(pattern, text), f"{page}: no line matches {pattern}"
-
-
 def test_figures_are_those_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn anew, they have the same numbers and words; bytes differ between versions of Matplotlib."""
     pytest.importorskip("matplotlib")
