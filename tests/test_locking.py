@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals_for_tests import refusal
 
-from metattt.errors import MetaTTTError
 from metattt.locking import LOCK, locked
 
 HOLD = (
@@ -20,10 +20,7 @@ HOLD = (
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(MetaTTTError) as error, locked(folder, "a second test"):
-        pass
-    assert "\n" not in str(error.value) and str(folder) in str(error.value)
-    return str(error.value)
+    return refusal(lambda: locked(folder, "a second test").__enter__(), str(folder), lines=1)
 
 
 def test_one_holder_and_nothing_left_behind(tmp_path: Path) -> None:
