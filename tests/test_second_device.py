@@ -70,20 +70,15 @@ def test_layers(name: str) -> None:
     same_there(call)
 
 
-def test_a_language_model() -> None:
+@pytest.mark.parametrize("given", [
+    ("ttt_linear", "model.checkpoint_blocks=true"),
+    ("window_attention", "model=ttt_e2e", "model.mini_batch_size=8"),  # learns from its own loss
+])  # fmt: skip
+def test_a_language_model(given: tuple[str, ...]) -> None:
     def call(put: Put) -> list[Tensor]:
-        lm = put(model("ttt_linear", "model.checkpoint_blocks=true"))
+        lm = put(model(*given))
         nats, _ = lm.cross_entropy(put(IDS[:, :-1]), put(IDS[:, 1:]), reset=IDS[:, :-1] == 7)
         return [nats, torch.stack([*generate(lm.eval(), put(IDS[:2, :6]), 5, temperature=0)]), *gradients(lm, nats)]
-
-    same_there(call)
-
-
-def test_a_network_that_learns_from_its_own_loss() -> None:
-    def call(put: Put) -> list[Tensor]:
-        lm = put(model("window_attention", "model=ttt_e2e", "model.mini_batch_size=8"))
-        nats, _ = lm.cross_entropy(put(IDS[:, :-1]), put(IDS[:, 1:]))
-        return [nats, *gradients(lm, nats)]
 
     same_there(call)
 
