@@ -26,7 +26,6 @@ REGISTER = re.compile(r"U?R\d+")
 class Line(NamedTuple):
     """An instruction: what it writes and reads (registers, `S<bytes>` on the stack), and the registers of its descriptors."""
 
-    text: str
     operation: str
     writes: list[str]
     reads: list[str]
@@ -85,7 +84,7 @@ def _line(operation: str, rest: str, conditional: bool) -> Line:
         if operation.startswith("LDL"):
             reads = stack[:width]
     jumps = label[1] if label and operation.startswith("BRA") else None
-    return Line(rest, operation, writes, reads, descriptors, jumps, conditional or bool(re.match(r"!?U?P\d", rest)))
+    return Line(operation, writes, reads, descriptors, jumps, conditional or bool(re.match(r"!?U?P\d", rest)))
 
 
 def _width(operation: str) -> int:
