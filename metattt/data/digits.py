@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from metattt.data.images import NO_LABEL, Batch, Images
 from metattt.data.windows import ShuffledBatches, batches_in_order
@@ -18,12 +17,18 @@ from metattt.setting import setting
 SIDE = 8  # pixels
 
 
-class _Digits(TensorDataset):
+class _Digits(Dataset[Batch]):
     """Images `[N, 1, h, w]` and labels `[N]`, indexed by a batch of positions at once; position −1 has no label."""
 
+    def __init__(self, images: Tensor, labels: Tensor):
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
     def __getitem__(self, index: list[int]) -> Batch:
-        images, labels = super().__getitem__(index)
-        return images, torch.where(torch.tensor(index) < 0, NO_LABEL, labels)
+        place = torch.tensor(index)
+        return self.images[place], torch.where(place < 0, NO_LABEL, self.labels[place])
 
 
 @register(group="data", name="digits")
@@ -57,7 +62,7 @@ class DigitsData(Images, takes=("img_size", "batch_size", "validation_fraction",
         beside = f" beside data.validation_fraction={self.validation_fraction}: images are left to train on"
         below = 1 - self.validation_fraction
         check_number("data.test_fraction", self.test_fraction, least=0, below=below, advice=beside)
-        self._splits: dict[str, Any] = {}
+        self._splits: dict[str, _Digits] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the digits, once."""
