@@ -25,6 +25,7 @@ from metattt.composition.compose import compose
 from metattt.composition.messages import explain_composition
 from metattt.composition.overrides import in_full, is_of_hydra, key_of, prepare, quoted, without_null
 from metattt.errors import MetaTTTError
+from metattt.io import path_of
 from metattt.locking import LOCK
 from metattt.optional import need
 from metattt.sweeps.record import STATUS, read_status
@@ -95,7 +96,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
                 raise MetaTTTError(f"`{written}` needs a sweeper that chooses values from it: {way}")
         _check_every_value(ours, command)
         fixed = [written for one, written in ours if not one.is_sweep_override()]
-        folder = Path(str(cfg.hydra.sweep.dir))
+        folder = path_of(str(cfg.hydra.sweep.dir), "hydra.sweep.dir")
         _check_folder(folder, [f"metattt {command}", *fixed])
         known = keys_of(command)
         own = ["resume=auto"] if "resume" in known else []

@@ -20,7 +20,7 @@ from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.record import RECORD, modules, record_config
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
 from metattt.errors import MetaTTTError, check_integer, check_number
-from metattt.io import read_text, write_whole
+from metattt.io import path_of, read_text, write_whole
 from metattt.locking import locked
 from metattt.metrics_file import STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
@@ -106,7 +106,7 @@ def opened(cfg: DictConfig, first: bool, say: Callable[[str], None]) -> Iterator
         MetaTTTError: a folder that cannot be used or holds another run, a checkpoint that cannot be used, settings that
             would make it another run, or nothing left to do.
     """
-    given = Path(cfg.output_dir) if cfg.output_dir else None
+    given = path_of(cfg.output_dir, "output_dir") if cfg.output_dir else None
     source = None  # the folder of the run that is resumed
     if cfg.resume == AUTO:
         source = given

@@ -26,6 +26,7 @@ from metattt.checkpoints.trained import read_checkpoint
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
 from metattt.locking import LOCK, locked
+from metattt.sweeps.launch import sweep
 from metattt.training import saving
 from metattt.training.csv_log import CSVLog
 from metattt.training.run import new_folder
@@ -268,6 +269,16 @@ def test_one_run_at_a_time(corpus: Path, copied: Path) -> None:
         for given in (eight(corpus, copied, "overwrite=true"), compose(f"resume={copied}", "trainer.max_steps=9")):
             refusal(partial(train, given), "is in use by process")
     assert train(compose(f"resume={copied}", "trainer.max_steps=9")) == 0  # the lock is given back, also after errors
+
+
+def test_a_folder_below_home_is_written_as_in_other_commands(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert train(eight(corpus, Path("~/run"), "trainer.max_steps=1")) == 0
+    assert steps(tmp_path / "home" / "run") == [1] and not (tmp_path / "~").exists()
+    refusal(lambda: sweep("train", ["seed=0,1", "hydra.sweep.dir='~/run'"]), f"{tmp_path / 'home' / 'run'} holds a run")
 
 
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
