@@ -150,6 +150,13 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     if options.cfg or options.info:
         show(options, command, composed[0])
         return 0
+    if command != "train" and "TORCHELASTIC_RUN_ID" in os.environ and (count := os.environ["WORLD_SIZE"]) != "1":
+        from metattt.errors import MetaTTTError
+
+        raise MetaTTTError(
+            f"torchrun has started {count} processes, and each would do all that `metattt {command}` does: start it "
+            "without torchrun"
+        )
     code = pkgutil.resolve_name(FUNCTIONS[command])(composed[0])
     return code if isinstance(code, int) else 0
 

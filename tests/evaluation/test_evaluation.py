@@ -253,3 +253,12 @@ def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) 
         given = (f"checkpoint={runs / 'linear'}", override, "device=cpu")
         refusal(lambda given=given: evaluate(compose(*given, job="eval")), message)
     refusal(lambda: evaluate(compose("checkpoint=[1,2]", job="eval")), "give a run's folder")
+
+
+def test_processes_of_torchrun_do_not_all_do_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for count, said in (("2", "torchrun has started 2 processes"), ("1", "no checkpoint is given")):
+        monkeypatch.setenv("WORLD_SIZE", count)
+        assert main(["eval"]) == 2 and said in capsys.readouterr().err
