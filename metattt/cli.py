@@ -211,7 +211,9 @@ def _written(error: Exception, cfg: "DictConfig | None") -> str:
 def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig | None") -> str | None:
     """The message for errors that may happen anywhere and that the user can fix: a full disk, missing permissions, a
     removed key."""
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+    from metattt.composition.messages import first_line
 
     if isinstance(error, OSError) and error.strerror:
         advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
@@ -224,6 +226,8 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
         return f"there is not enough memory{more}: make the batch, the sequences or the model smaller"
     if "InvalidCxxCompiler" in str(error):
         return "torch.compile finds no C++ compiler: install one, or name it in CXX, or set compile=false"
+    if isinstance(error, InterpolationResolutionError):
+        return f"{error.full_key}: {first_line(error)}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         needs = f"`metattt {command}` needs: `metattt {command} --cfg job` shows what it has"
         return f"the configuration has no `{error.full_key}`, which {needs}"

@@ -121,6 +121,11 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def test_a_value_that_points_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "checkpoint=${x}"]) == 2
+    assert capsys.readouterr().err == "error: checkpoint: Interpolation key 'x' not found\n"
+
+
 def test_a_mistake_and_help_do_not_wait_for_torch() -> None:
     typed = ("train learner.bais=1", "train learner=mpl", "train dim=100 num_heads=3", "check lr=3", "train model.layer=x", "eval ckpt=x")
     words = [one.split() for one in typed]
