@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.adaptation.constant_gates import constant_gates
-from metattt.adaptation.fast_model import FastModel
+from metattt.adaptation.fast_model import FastModel, text_setting
 from metattt.checkpoints.states import read_state, write_state
 from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
 from metattt.generation.sampling import generate
@@ -130,8 +130,8 @@ class Adapter:
         self.carries = context is None and self.fast.ours
         self.context = (0 if self.carries else self.rule.mini_batch_size) if context is None else context
         check_integer("context", self.context, 0)
-        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        if isinstance(most, int) and self.context + self.rule.mini_batch_size > most:
+        most = text_setting(model, "max_position_embeddings")
+        if self.context + self.rule.mini_batch_size > most:
             raise MetaTTTError(
                 f"context={self.context} and a mini-batch of {self.rule.mini_batch_size} tokens are more than the "
                 f"{most} positions of the model: lower context or the rule's mini_batch_size"

@@ -67,7 +67,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
         )
     if fixed := settings.keys() & {"dim", "name"}:
         raise MetaTTTError(f"{min(fixed)} is no setting of attach: the model says how wide a layer is")
-    call, width = Call(model, names[0]), int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    width = int(model.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
+    call = Call(model, names[0])
     about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
     made: dict[str, _Beside | _InPlace] = {}
     try:

@@ -82,7 +82,7 @@ class FastModel:
         seed: int = 0,
     ):
         if not isinstance(model, nn.Module):  # such as the pair that `load_model` returns
-            raise MetaTTTError(f"an adapter takes a causal language model, and not a {type(model).__name__}")
+            raise _no_language_model(model)
         check_integer("rank", 1 if rank is None else rank, 1)
         check_integer("frozen_blocks", frozen_blocks, 0)
         check_integer("seed", seed, 0)
@@ -123,7 +123,10 @@ class FastModel:
                 features, state = self.model.features(ids, state)  # type: ignore[operator]
                 return self.model.head(features[:, -last:]), state  # type: ignore[operator]
             keep = {"logits_to_keep": last} if "logits_to_keep" in signature(self.model.forward).parameters else {}
-            return self.model(input_ids=ids, use_cache=False, **keep).logits[:, -last:], None
+            found = self.model(input_ids=ids, use_cache=False, **keep)
+            if not hasattr(found, "logits"):
+                raise _no_language_model(self.model)
+            return found.logits[:, -last:], None
         finally:
             self._held.values = {}
 
@@ -139,7 +142,7 @@ class FastModel:
             raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
         whole = [row if row.is_floating_point() else row.long() for row in rows]
         padded = nn.utils.rnn.pad_sequence(whole, batch_first=True)
-        require_ids(padded, getattr(getattr(self.model, "config", self.model), "vocab_size", sys.maxsize))
+        require_ids(padded, min(self.num_logits, text_setting(self.model, "vocab_size")))
         return padded.to(next(self.model.parameters()).device), [len(row) for row in rows]
 
     def generating(self, weights: Tensors) -> nn.Module:
@@ -155,7 +158,7 @@ class FastModel:
             MetaTTTError: a model that takes more than tokens, or that predicts a token from itself or later ones.
         """
         if not self.ours and getattr(getattr(self.model, "config", None), "is_encoder_decoder", True):
-            raise MetaTTTError(f"an adapter takes a causal language model, and not a {type(self.model).__name__}")
+            raise _no_language_model(self.model)
         found: set[str] = set()
         hooks = [
             module.register_forward_hook(
@@ -171,12 +174,14 @@ class FastModel:
         ids[1, 1] = 1
         try:
             with torch.no_grad():
-                one, other, _ = self({}, ids, None, 2)[0][:, 0]
-                self.num_logits = one.numel()
+                logits = self({}, ids, None, PROBED[1])[0]
         finally:
             for hook in hooks:
                 hook.remove()
-        if not same(one, other):
+        self.num_logits = logits.shape[-1]
+        if self.num_logits < text_setting(self.model, "vocab_size") < sys.maxsize:  # classes, not tokens
+            raise _no_language_model(self.model)
+        if not same(logits[0, 0], logits[1, 0]):
             raise MetaTTTError(
                 f"{type(self.model).__name__} changes what it predicts when later tokens change, so that its scores "
                 "would mean nothing: give a causal language model (one of BERT needs is_decoder=true in its config)"
@@ -232,6 +237,18 @@ class FastModel:
         return whole if self.rank is None else low_rank
 
 
+def _no_language_model(given: object) -> MetaTTTError:
+    return MetaTTTError(f"an adapter takes a causal language model, and not a {type(given).__name__}")
+
+
+def text_setting(model: Any, name: str) -> int:
+    """A number in the configuration of what reads text; the largest there is where it has none."""
+    config = getattr(model, "config", model)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config  # of one that sees images, too
+    found = getattr(config, name, None)
+    return found if isinstance(found, int) else sys.maxsize
+
+
 def _check_rows(key: str, x: Tensor, count: int) -> None:
     """Refuses tokens of `count` documents that are not sorted by document.
 
@@ -263,7 +280,7 @@ def _chosen(
         MetaTTTError: as `FastModel`.
     """
     patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast or ())
-    blocks = _blocks(model)
+    blocks = _blocks(model, called)
     frozen = tuple(f"{blocks}.{number}." for number in range(frozen_blocks))
     held = [
         (name, module, attribute, parameter)
@@ -319,9 +336,14 @@ def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
     return fast == "all" or inside
 
 
-def _blocks(model: nn.Module) -> str:
-    """The name of the longest list of modules that is in no other: the blocks."""
-    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+def _blocks(model: nn.Module, called: set[str]) -> str:
+    """The name of the longest list of called modules that is in no other: the blocks. (Those that see images are not
+    called.)"""
+    lists = {
+        name: len(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(one.startswith(f"{name}.") for one in called)
+    }
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return max(outer, default="", key=lists.__getitem__)
 

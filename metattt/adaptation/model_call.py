@@ -96,7 +96,7 @@ class Call:
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise MetaTTTError(
                 "attached layers need an attention_mask [B, T], 1 for real tokens, or none (a static cache makes "
-                "another: use cache_implementation=dynamic)"
+                "another: use cache_implementation=dynamic; so do some models that see images)"
             )
         if places is None and (words.get("seq_idx") is not None or words.get("cu_seq_lens_q") is not None):
             raise MetaTTTError("packed documents need position_ids: let the collator have return_position_ids=True")

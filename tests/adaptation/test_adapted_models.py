@@ -314,6 +314,36 @@ def test_a_list_of_modules_inside_of_a_block_is_not_the_blocks() -> None:
     assert any(name.startswith("blocks.0.ffn.") for name in Adapter(model, "lora").fast.start)
 
 
+def seeing() -> Any:
+    """A model of text and images, whose images have more blocks than its text."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": 16, "patch_size": 8, **sizes},
+        text_config={"model_type": "llama", "vocab_size": V, "num_hidden_layers": 2, "max_position_embeddings": 90, **sizes},
+        image_token_index=V - 1,
+    )).eval()  # fmt: skip
+
+
+def test_the_blocks_of_a_model_that_sees_images_are_those_of_its_text() -> None:
+    model = seeing()
+    adapter = Adapter(model, "lora", adam())
+    assert all(name.startswith("model.language_model.layers.") for name in adapter.fast.start)
+    assert adapter.read(IDS).nats[:, 1:].isfinite().all()
+    refusal(lambda: adapter.score(IDS + V), "vocab")
+    refusal(lambda: Adapter(model, "lora", adam(), context=90), "90 positions")
+    metattt.attach(model, "model.language_model.layers.*.self_attn", layer="ttt_linear")
+    model(IDS)
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForTokenClassification", "LlamaForQuestionAnswering"])
+def test_models_that_predict_no_tokens_are_refused(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = getattr(transformers, kind)(hf_for_tests.llama(vocab_size=V).config)
+    refusal(lambda: Adapter(made), f"causal language model, and not a {kind}")
+
+
 def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
     sizes = {"lru_width": 16, "num_hidden_layers": 3, "attention_window_size": 8, "eos_token_id": None}
     adapter = Adapter(hf_for_tests.llama("RecurrentGemma", vocab_size=V, **sizes), "all", adam(base_lr=0.3), clip=None)
