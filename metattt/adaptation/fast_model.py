@@ -70,7 +70,7 @@ class FastModel:
 
     Raises:
         MetaTTTError: no such parameter; one that no module applies to the tokens of a document by itself; a rank where
-            there is no matrix; or a model that is not causal.
+            there is no matrix; or a model that is not causal, or whose modules use other values than they hold.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FastModel:
                 one.checkpoint_blocks = False  # type: ignore[assignment]
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
         self._held = Held()
-        called = self._called()
+        called, before = self._called()
         places = _chosen(self.model, fast, frozen_blocks, called, self.rank is not None)
         self.start: Tensors = {}
         generator = torch.Generator().manual_seed(seed)
@@ -103,6 +103,11 @@ class FastModel:
             module = self.model.get_submodule(name)
             self._begin(module, held, generator)
             module.forward = self._forward(module, held)
+        if not same(before, self._probed(self.start)):
+            raise MetaTTTError(
+                f"{type(self.model).__name__} computes with other values than those its modules hold, as with "
+                "target_parameters of peft: merge its adapters first (merge_and_unload)"
+            )
 
     def __deepcopy__(self, memo: dict[int, object]) -> FastModel:
         model, *others = self._given  # its modules look up their values in the one that has made them
@@ -150,9 +155,17 @@ class FastModel:
         self._held.values = weights
         return self.model
 
-    def _called(self) -> set[str]:
+    def _probed(self, weights: Tensors) -> Tensor:
+        """Logits of a few tokens; documents 0 and 1 differ in the last."""
+        ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
+        ids[1, 1] = 1
+        with torch.no_grad():
+            return self(weights, ids, None, PROBED[1])[0]
+
+    def _called(self) -> tuple[set[str], Tensor]:
         """The modules without children that a call of the model calls with one tensor whose first axis is the batch,
-        and that return another. (No convolutions: with a cache, models read their weights and do not call them.)
+        and that return another; and the logits of that call. (No convolutions: with a cache, models read their weights
+        and do not call them.)
 
         Raises:
             MetaTTTError: a model that takes more than tokens, or that predicts a token from itself or later ones.
@@ -170,11 +183,8 @@ class FastModel:
             for name, module in self.model.named_modules()
             if not list(module.children()) and not isinstance(module, nn.Conv1d)
         ]
-        ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
-        ids[1, 1] = 1
         try:
-            with torch.no_grad():
-                logits = self({}, ids, None, PROBED[1])[0]
+            logits = self._probed({})
         finally:
             for hook in hooks:
                 hook.remove()
@@ -186,7 +196,7 @@ class FastModel:
                 f"{type(self.model).__name__} changes what it predicts when later tokens change, so that its scores "
                 "would mean nothing: give a causal language model (one of BERT needs is_decoder=true in its config)"
             )
-        return found
+        return found, logits
 
     def _begin(self, module: nn.Module, held: Mapping[str, str], generator: torch.Generator) -> None:
         """Adds the first values of a module's fast weights to `start`."""

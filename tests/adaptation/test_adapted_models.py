@@ -344,6 +344,14 @@ def test_models_that_predict_no_tokens_are_refused(kind: str) -> None:
     refusal(lambda: Adapter(made), f"causal language model, and not a {kind}")
 
 
+def test_adapters_that_give_a_module_other_values_for_a_call_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    settings = {"target_parameters": ["mlp.down_proj.weight"], "target_modules": [], "init_lora_weights": False}
+    made = peft.get_peft_model(llama(), peft.LoraConfig(r=2, **settings))
+    refusal(lambda: Adapter(made, "mlp", adam()), "merge_and_unload")
+    assert Adapter(made.merge_and_unload(), "mlp", adam()).read(IDS).nats[:, 1:].isfinite().all()
+
+
 def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
     sizes = {"lru_width": 16, "num_hidden_layers": 3, "attention_window_size": 8, "eos_token_id": None}
     adapter = Adapter(hf_for_tests.llama("RecurrentGemma", vocab_size=V, **sizes), "all", adam(base_lr=0.3), clip=None)
