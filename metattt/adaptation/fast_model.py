@@ -6,7 +6,6 @@ copy each of these modules computes with the values of the call, stacked by docu
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import sys
@@ -109,9 +108,8 @@ class FastModel:
                 "target_parameters of peft: merge its adapters first (merge_and_unload)"
             )
 
-    def __deepcopy__(self, memo: dict[int, object]) -> FastModel:
-        model, *others = self._given  # its modules look up their values in the one that has made them
-        return FastModel(copy.deepcopy(model, memo), *others)
+    def __reduce__(self) -> tuple[Any, ...]:  # for `pickle` and `copy`: forwards of its modules look values up in it
+        return FastModel, self._given
 
     def __call__(self, weights: Tensors, ids: Tensor, state: Any, last: int) -> tuple[Tensor, Any]:
         """Logits `[B, last, V]` of the last tokens of `ids` `[B, T]`, and the state after them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -189,7 +190,8 @@ def test_copies_single_tokens_beams_threads_and_inference_mode(tmp_path: Path) -
         for found, piece in zip(pool.map(adapter.score, 4 * pieces), 4 * pieces, strict=True):
             close(found.nats, adapter.score(piece).nats)
     nats, other = adapter.score(IDS).nats, copy.deepcopy(adapter)
-    assert torch.equal(other.score(IDS).nats.nan_to_num(), nats.nan_to_num())
+    for one in (other, pickle.loads(pickle.dumps(adapter))):
+        assert torch.equal(one.score(IDS).nats.nan_to_num(), nats.nan_to_num())
     other.learn(IDS)
     assert torch.equal(adapter.score(IDS).nats.nan_to_num(), nats.nan_to_num())
     options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False}
