@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class FastModel:
 
     Raises:
         MetaTTTError: no such parameter; one that no module applies to the tokens of a document by itself; a rank where
-            there is no matrix; or a model that is not causal, or whose modules use other values than they hold.
+            there is no matrix; or a model that is not causal.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class FastModel:
                 one.checkpoint_blocks = False  # type: ignore[assignment]
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
         self._held = Held()
-        called, before = self._called()
+        called = self._called()
         places = _chosen(self.model, fast, frozen_blocks, called, self.rank is not None)
         self.start: Tensors = {}
         generator = torch.Generator().manual_seed(seed)
@@ -102,11 +103,6 @@ class FastModel:
             module = self.model.get_submodule(name)
             self._begin(module, held, generator)
             module.forward = self._forward(module, held)
-        if not same(before, self._probed(self.start)):
-            raise MetaTTTError(
-                f"{type(self.model).__name__} computes with other values than those its modules hold, as with "
-                "target_parameters of peft: merge its adapters first (merge_and_unload)"
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:  # for `pickle` and `copy`: forwards of its modules look values up in it
         return FastModel, self._given
@@ -153,17 +149,10 @@ class FastModel:
         self._held.values = weights
         return self.model
 
-    def _probed(self, weights: Tensors) -> Tensor:
-        """Logits of a few tokens; documents 0 and 1 differ in the last."""
-        ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
-        ids[1, 1] = 1
-        with torch.no_grad():
-            return self(weights, ids, None, PROBED[1])[0]
-
-    def _called(self) -> tuple[set[str], Tensor]:
+    def _called(self) -> set[str]:
         """The modules without children that a call of the model calls with one tensor whose first axis is the batch,
-        and that return another; and the logits of that call. (No convolutions: with a cache, models read their weights
-        and do not call them.)
+        and that return another. (No convolutions: with a cache, models read their weights and do not call them. No
+        modules that have other parameters for the time of the call, as with `target_parameters` of peft.)
 
         Raises:
             MetaTTTError: a model that takes more than tokens, or that predicts a token from itself or later ones.
@@ -171,30 +160,38 @@ class FastModel:
         if not self.ours and getattr(getattr(self.model, "config", None), "is_encoder_decoder", True):
             raise _no_language_model(self.model)
         found: set[str] = set()
-        hooks = [
-            module.register_forward_hook(
-                lambda _, given, named, made, name=name: (
-                    found.add(name) if _is_batch(given) and _is_batch((made,)) and not named else None
-                ),
-                with_kwargs=True,
-            )
+        leaves = {
+            name: (module, dict(module.named_parameters()))
             for name, module in self.model.named_modules()
             if not list(module.children()) and not isinstance(module, nn.Conv1d)
+        }
+
+        def notice(name: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+            kept = all(getattr(module, key) is parameter for key, parameter in leaves[name][1].items())
+            if kept and _is_batch(given) and _is_batch((made,)) and not named:
+                found.add(name)
+
+        hooks = [
+            module.register_forward_hook(partial(notice, name), with_kwargs=True)
+            for name, (module, _) in leaves.items()
         ]
+        ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
+        ids[1, 1] = 1
         try:
-            logits = self._probed({})
+            with torch.no_grad():
+                one, other, _ = self({}, ids, None, 2)[0][:, 0]
         finally:
             for hook in hooks:
                 hook.remove()
-        self.num_logits = logits.shape[-1]
+        self.num_logits = one.numel()
         if self.num_logits < text_setting(self.model, "vocab_size") < sys.maxsize:  # classes, not tokens
             raise _no_language_model(self.model)
-        if not same(logits[0, 0], logits[1, 0]):
+        if not same(one, other):
             raise MetaTTTError(
                 f"{type(self.model).__name__} changes what it predicts when later tokens change, so that its scores "
                 "would mean nothing: give a causal language model (one of BERT needs is_decoder=true in its config)"
             )
-        return found, logits
+        return found
 
     def _begin(self, module: nn.Module, held: Mapping[str, str], generator: torch.Generator) -> None:
         """Adds the first values of a module's fast weights to `start`."""

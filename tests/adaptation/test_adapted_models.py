@@ -346,12 +346,16 @@ def test_models_that_predict_no_tokens_are_refused(kind: str) -> None:
     refusal(lambda: Adapter(made), f"causal language model, and not a {kind}")
 
 
-def test_adapters_that_give_a_module_other_values_for_a_call_are_refused() -> None:
+def test_a_module_that_has_other_values_during_a_call_learns_nothing(caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft")
     settings = {"target_parameters": ["mlp.down_proj.weight"], "target_modules": [], "init_lora_weights": False}
-    made = peft.get_peft_model(llama(), peft.LoraConfig(r=2, **settings))
-    refusal(lambda: Adapter(made, "mlp", adam()), "merge_and_unload")
-    assert Adapter(made.merge_and_unload(), "mlp", adam()).read(IDS).nats[:, 1:].isfinite().all()
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, **settings)).eval()
+    refusal(lambda: Adapter(model, "*down_proj*weight", adam()), "is not applied by its own module")
+    adapter = Adapter(model, "mlp", adam())
+    assert "leaves out 6 linear maps" in caplog.text and adapter.fast.start
+    with torch.no_grad():
+        logits = model(input_ids=IDS[:, :2]).logits[:, :1]
+    close(adapter.score(IDS[:, :2]).nats[:, 1:], F.cross_entropy(logits.mT, IDS[:, 1:2], reduction="none"))
 
 
 def test_what_all_learned_is_generated_with_and_without_a_cache() -> None:
