@@ -208,6 +208,17 @@ def test_vmap_and_grad(name: str) -> None:
         assert distance(each["out.weight"][row], expected) <= BOUND
 
 
+@pytest.mark.parametrize("name", ["ttt_mlp", "gated_delta_net", "mamba", "retnet"])
+def test_many_cotangents_at_once(name: str) -> None:
+    """As `torch.autograd.functional.jacobian(vectorize=True)` has them: kernels leave them to torch."""
+    layer = metattt.build(name, dim=32, num_heads=2, seed=0)
+    x, many = torch.randn(1, 16, 32, requires_grad=True), torch.randn(2, 1, 16, 32)
+    y, inputs = layer(x)[0], [x, layer.out.weight if hasattr(layer, "out") else layer.out_proj.weight]
+    found = torch.autograd.grad(y, inputs, many, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(y, inputs, one, retain_graph=True) for one in many]
+    torch.testing.assert_close(list(found), [torch.stack(one) for one in zip(*each, strict=True)], rtol=1e-3, atol=1e-4)
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.base import Kernel, register_kernel
 from metattt.modules import RECORDING
+from metattt.native.passes import for_torch
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 from metattt.tasks.base import Views
@@ -153,7 +154,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: a block that is run again in the backward pass makes them for one reader
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
-        if torch.is_grad_enabled():  # someone differentiates this backward pass again
+        if for_torch(*cotangents):
             return (None, None, None, *by_reference(ctx, tensors, cotangents))
         call = ctx.call._replace(given=filled(ctx.call.given, tensors))
         with torch.cuda.device_of(tensors[0]):
@@ -163,10 +164,11 @@ class _Scan(torch.autograd.Function):
 
 
 def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The backward pass as a graph that can be differentiated, through the generic dual form."""
-    needed = ctx.needs_input_grad[-len(tensors) :]
-    aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
-    y, after = ctx.reference(filled(ctx.call.given, aliases))
+    """The backward pass through the generic dual form: a graph that can be differentiated, if someone wants to."""
+    needed, again = ctx.needs_input_grad[-len(tensors) :], torch.is_grad_enabled()
+    with torch.enable_grad():
+        aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
+        y, after = ctx.reference(filled(ctx.call.given, aliases))
     pairs = [
         (out, given.to(out.dtype))
         for out, given in zip((y, *after.values()), cotangents, strict=False)  # M, which a GPU adds, is not read
@@ -174,7 +176,7 @@ def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tenso
     ]
     wanted = [x for x, need in zip(aliases, needed, strict=True) if need]
     outputs, given = [out for out, _ in pairs], [cotangent for _, cotangent in pairs]
-    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
     return [next(found) if need else None for need in needed]
 
 

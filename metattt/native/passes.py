@@ -66,9 +66,10 @@ def _run(name: str, sizes: Sequence[int], tensors: Sequence[Tensor | None], unit
         function(packed, ctypes.c_int64(0), ctypes.c_int64(units))
 
 
-def _for_torch(dy: Tensor) -> bool:
+def for_torch(*cotangents: Tensor | None) -> bool:
     """Whether a backward pass is for torch: someone differentiates it once more, or takes many at once."""
-    return torch.is_grad_enabled() or interpreter_stack() is not None or is_many(dy)
+    many = any(dy is not None and is_many(dy) for dy in cotangents)
+    return many or torch.is_grad_enabled() or interpreter_stack() is not None
 
 
 def _by_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
@@ -102,7 +103,7 @@ class Scaled(torch.autograd.Function):
         if dy is None:
             return None, None, None
         x, scale, inverse = ctx.saved_tensors
-        if _for_torch(dy):
+        if for_torch(dy):
             return *_by_torch(lambda x, scale: F.rms_norm(x, scale.shape, scale, ctx.eps), [x, scale], dy), None
         rows, dy, scale = _rows(x, x), _rows(dy.resolve_neg(), x), scale.contiguous()
         dx, sums = torch.empty_like(rows), scale.new_empty(ctx.units, len(scale))
@@ -137,7 +138,7 @@ class Gated(torch.autograd.Function):
         if dy is None:
             return None, None, None
         a, b = ctx.saved_tensors
-        if _for_torch(dy):
+        if for_torch(dy):
             return *_by_torch(lambda a, b: F.silu(a) * b, [a, b], dy), None
         if not ctx.fits:
             product = dy * b
