@@ -9,6 +9,7 @@ import torch
 from metattt.errors import MetaTTTError
 from metattt.inner.columns import ColumnLayout
 from metattt.inner.parts import Parts
+from metattt.inner.plan import HOOKED
 from metattt.inner.tokens import Tokens
 from metattt.optimizers.checks import check_gates
 from metattt.state import Context, State
@@ -60,16 +61,20 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
     """Raises an error for what only an online rule of a linear learner supports, because its gradient is not that of
     the loss."""
     rule, task, learner, plan, decay = parts.rule, parts.task, parts.learner, parts.plan, tokens.gates.decay
-    what = "an erase view" if decay is None else "decays for every channel"
+    what = "erase views" if decay is None else "decays for every channel"
     erase_view = tokens.views.erase_key is not None or tokens.views.erase_direction is not None
+    pairs = tokens.pairs is not None
+    one_by_one = pairs and not task.together and (not plan.linear or tokens.gates.beta is not None)
+    if (tokens.erases or one_by_one) and plan.reasons.get("solved") == HOOKED:
+        raise MetaTTTError(f"{HOOKED}, and {'pairs of a token' if pairs else what} need its closed form: remove them")
     if tokens.erases and not plan.linear:
         why = plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
         raise MetaTTTError(
-            f"{what} needs a linear learner, the squared or dot loss and a gradient at the newest weights, not {why}: "
+            f"{what} need a linear learner, the squared or dot loss and a gradient at the newest weights, not {why}: "
             "set learner=linear_map and optimizer.anchor=online"
         )
     if tokens.erases and learner.linear_map is not None and learner.linear_map[1] is not None:
-        raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
+        raise MetaTTTError(f"{what} have no meaning for a bias: set learner.bias=false")
     if erase_view and plan.linear != "squared":
         raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
     if decay is not None:
@@ -82,9 +87,8 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
             raise MetaTTTError(
                 "decays for every channel stand alone: no decay per head, momentum, decay to W0 or window beside them"
             )
-    if tokens.pairs is None:
+    if not pairs:
         return
-    one_by_one = not task.together and (not plan.linear or tokens.gates.beta is not None)
     for wrong, message in (
         (
             learner.mixes_tokens,

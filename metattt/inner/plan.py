@@ -18,6 +18,8 @@ from metattt.tasks.base import Task
 
 log = logging.getLogger("metattt")
 
+HOOKED = "the learner has forward hooks"  #: why no kernel and no solved form is used, which do not call it
+
 
 class Kernel(Protocol):
     """The interface of a kernel, as the inner loop uses it; see `metattt.kernels.base`."""

@@ -15,7 +15,7 @@ from metattt.errors import MetaTTTError, check_choice
 from metattt.functional import materialized
 from metattt.inner.checks import check_tokens
 from metattt.inner.parts import Parts
-from metattt.inner.plan import Kernel, Plan
+from metattt.inner.plan import HOOKED, Kernel, Plan
 from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
 from metattt.inner.verify import Function, other_function, other_loss, remembered
@@ -246,7 +246,7 @@ def _linear(
 def generic(learner: Learner, optimizer: InnerOptimizer) -> str | None:
     """Why no kernel and no solved form can be used at all; None if they can."""
     if learner._forward_hooks or learner._forward_pre_hooks:  # which run when the learner is called
-        return "the learner has forward hooks"
+        return HOOKED
     if optimizer.state_dependent:
         return f"the gates of {type(optimizer).__name__} depend on the weights"
     return None

@@ -47,7 +47,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         solver: `conjugate_gradients`, or `exact`: a Cholesky factorisation at every token, O(d³) time and O(d²) memory
             each.
         iterations: steps of the solver.
-        tolerance: of the residual, relative; 0 takes all steps.
+        tolerance: of the residual, relative; 0 goes on until what is left is rounding, or `iterations` end.
         ridge: Λ at the start.
         ridge_floor: the lower bound of Λ.
         chunk: tokens solved together; changes memory and speed, never a result.
@@ -152,7 +152,7 @@ class _Solve(torch.autograd.Function):
         watched = tolerance > 0 and not torch.compiler.is_compiling() and not transformed()
         x, residual, direction = torch.zeros_like(q), q, q
         size = q.square().sum(-1, keepdim=True)
-        goal = tolerance**2 * size
+        goal = max(tolerance, torch.finfo(q.dtype).eps) ** 2 * size  # below it is rounding
         for _ in range(iterations):
             if watched and not bool((size > goal).any()):
                 break

@@ -128,7 +128,8 @@ class Mamba2(Mixer):
             dt = F.softplus(dt + self.dt_bias.to(accum_dtype))
             if ctx.valid is not None:
                 dt = dt * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
-            h = memory["memory"].to(accum_dtype) if memory else u.new_zeros(len(x), self.heads, self.head_dim, self.d_state)
+            h = u.new_zeros(len(x), self.heads, self.head_dim, self.d_state)
+            h = memory["memory"].to(accum_dtype) if memory else h
             log_decay = -dt * self.A_log.to(accum_dtype).exp()
             written = dt.unsqueeze(-1) * u
             y, h = duality(written, log_decay, b, c, h, ctx.first, self.chunk_size, self.group_size, matmul_dtype)

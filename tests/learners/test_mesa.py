@@ -8,7 +8,7 @@ import pytest
 import torch
 from saved import SavedBytes
 from torch import Tensor
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 import metattt
 from metattt.errors import MetaTTTError
@@ -157,7 +157,10 @@ def test_transforms_of_torch_func(tolerance: float) -> None:
     torch.testing.assert_close(vmap(lambda x: made(x[None])[0][0])(x), expected.y)
     each = vmap(grad(lambda x: made(x[None])[0].square().sum()))(x)
     leaf = x.clone().requires_grad_()
-    torch.testing.assert_close(each, torch.autograd.grad(made(leaf)[0].square().sum(), leaf)[0])
+    loss = lambda x: made(x)[0].square().sum()  # noqa: E731
+    torch.testing.assert_close(each, torch.autograd.grad(loss(leaf), leaf)[0])
+    for v in (torch.ones_like(x), x):  # forward over reverse
+        torch.testing.assert_close(jvp(grad(loss), (x,), (v,))[1], torch.autograd.functional.hvp(loss, x, v)[1])
 
 
 # -- long decays -------------------------------------------------------------------------------------------------------

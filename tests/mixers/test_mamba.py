@@ -47,6 +47,14 @@ def test_in_transforms(name: str) -> None:
     torch.testing.assert_close(each, layer(x)[0], **EXACT)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_made_wider_goes_on_from_its_state(name: str) -> None:
+    layer, x = make(name).float(), tokens()
+    state = layer(x[:, :9].float())[1]
+    wide = layer.double()(x[:, 9:], state)[0]
+    torch.testing.assert_close(wide, layer(x[:, 9:], state.to(torch.float64))[0], rtol=1e-6, atol=1e-6)
+
+
 def test_initial_values() -> None:
     torch.manual_seed(0)
     one, two, three = Mamba(64), Mamba2(64, 4), Longhorn(64)

@@ -116,12 +116,16 @@ def test_long_decays_in_fp32(rate: float) -> None:
 def test_refusals() -> None:
     """What cannot be computed is said when tokens come, in one line, and never left out."""
     plain, two = Linear(**LINEAR), {"erase": False, "pairs": 2}
+    hooked = Linear(**LINEAR)
+    hooked.register_forward_hook(lambda *call: None)
     for what, task, learner, rule in (
-        ("needs a linear learner", Generalised(), MLP(), online()),
-        ("needs a linear learner", Generalised(), plain, GradientDescent(4)),
-        ("needs a linear learner", Generalised(loss="huber"), Linear(**LINEAR), online()),
+        ("need a linear learner", Generalised(), MLP(), online()),
+        ("need a linear learner", Generalised(), plain, GradientDescent(4)),
+        ("need a linear learner", Generalised(loss="huber"), Linear(**LINEAR), online()),
         ("no meaning for a bias", Generalised(), Linear(residual=False, norm=False), online()),
         ("a loss that erases", Generalised(loss="dot"), Linear(**LINEAR), online()),
+        ("hooks, and erase views need its closed form", Generalised(), hooked, online()),
+        ("hooks, and pairs of a token need its closed form", Generalised(**two), hooked, online()),
         ("one after the other", Generalised(**two), MLP(), online()),
         ("one after the other", Generalised(**two), Linear(**LINEAR), Momentum(1, "online")),
         ("no token steps", Generalised(**two), Linear(**LINEAR), GradientDescent(4, token_steps="shared")),
