@@ -6,16 +6,23 @@ import copy
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from metattt.composition.choices import groups
 from metattt.composition.overrides import SEARCH_PATH
 from metattt.registry import SCHEMAS
 
 Composed = tuple[DictConfig, DictConfig]
-
-PATH = re.compile(r"(output_dir|data\.path)='([^'\\$]*)'")
-"""A value that is another one in every test, and that no choice depends on; as `prepare` has quoted it."""
+SETTING = re.compile(r"(\w+(?:\.\w+)*)=(.*)", re.DOTALL)
 
 OWN_LEARNER = """
 from metattt.learners import Learner, Weight
@@ -27,30 +34,47 @@ class Own(Learner):
 
 
 def remembering(compose: Callable[[list[str], str], Composed]) -> Callable[[list[str], str], Composed]:
-    """As `compose(overrides, job)`, and asks it once for the same overrides, registered classes and Python path.
+    """As `compose(overrides, job)`, and asks it once for the same choices, registered classes and Python path.
 
-    Paths are set in the copy, as Hydra sets values in what it has composed of the choices. Files in folders of the
+    Values are set in the copy, as Hydra sets values in what it has composed of the choices. Files in folders of the
     caller's own are read every time, and what is refused is refused anew: all checks of overrides and parts come before
     and after what is kept here.
     """
     known: dict[tuple[object, ...], Composed] = {}
+    parse = cache(OverridesParser.create().parse_override)
 
     def remembered(overrides: list[str], job: str) -> Composed:
         if any(SEARCH_PATH in override for override in overrides):
             return compose(overrides, job)
-        paths = dict(match.groups() for match in map(PATH.fullmatch, overrides) if match)
-        if any(sum(one.startswith(f"{name}=") for one in overrides) > 1 for name in paths):
-            return compose(overrides, job)  # the last one counts
-        others = [override for override in overrides if not PATH.fullmatch(override)]
+        set_later = [one for one in overrides if (key := SETTING.fullmatch(one)) and key[1] not in groups()]
+        others = [one for one in overrides if one not in set_later]
         key = job, tuple(others), tuple(SCHEMAS.items()), tuple(sys.path)
-        if key not in known:
-            known[key] = compose(others, job)
-        cfg, chosen = copy.deepcopy(known[key])
-        if any(OmegaConf.select(cfg, name, default=cfg) is cfg for name in paths):
-            return compose(overrides, job)  # no such key: Hydra says so
-        for name, path in paths.items():
-            OmegaConf.update(cfg, name, path)
+        try:
+            if key not in known:
+                known[key] = compose(others, job)
+            cfg, chosen = copy.deepcopy(known[key])
+            for one in map(parse, set_later):
+                if one.is_sweep_override() or OmegaConf.select(cfg, one.key_or_group, default=cfg) is cfg:
+                    return compose(overrides, job)  # no such key: Hydra says so
+                OmegaConf.update(cfg, one.key_or_group, copy.deepcopy(one.value()))
+        except (HydraException, OmegaConfBaseException):
+            return compose(overrides, job)
         return cfg, chosen
 
     remembered.plain = compose  # type: ignore[attr-defined]
     return remembered
+
+
+def light(repository: CachingConfigRepository, delegate: ConfigRepository) -> None:
+    """As Hydra begins a composition, without a copy of every schema there is."""
+    repository.delegate, repository.cache = copy.copy(delegate), {}
+
+
+def read_once(source: ImportlibResourcesConfigSource, file: Any, known: dict[str, ConfigResult] = {}) -> ConfigResult:  # noqa: B006
+    """A configuration of the package, as Hydra reads it."""
+    if str(file) not in known:
+        known[str(file)] = READ(source, file)
+    return copy.deepcopy(known[str(file)])
+
+
+READ = ImportlibResourcesConfigSource._read_config

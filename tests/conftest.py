@@ -52,12 +52,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def _composed_once() -> Iterator[None]:
     """Most tests begin with a composition, many with the same: see `compositions_for_tests`."""
-    from compositions_for_tests import remembering
+    import compositions_for_tests as quick
 
     from metattt.composition import compose
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "_compose", remembering(compose._compose))
+        patch.setattr(compose, "_compose", quick.remembering(compose._compose))
+        patch.setattr(quick.CachingConfigRepository, "__init__", quick.light)
+        patch.setattr(quick.ImportlibResourcesConfigSource, "_read_config", quick.read_once)
         yield
 
 

@@ -59,7 +59,7 @@ class Law:
         Raises:
             NotApplicable: the law does not apply to it.
         """
-        _takes_any_length(spec.make())
+        _takes_any_length(spec.sample)
         error = self.worst_error(spec)
         if error <= self.bound or self.reason is None or not math.isfinite(error):
             return Found(error, self.bound, "", not error <= self.bound)
@@ -97,7 +97,7 @@ def derivatives(spec: Specimen) -> float:
 
 def splits(spec: Specimen) -> float:
     """Splitting a sequence anywhere gives the outputs, gradients and final state of one call."""
-    layer = spec.make()
+    layer = spec.sample
     if not layer.learner.streams:
         raise NotApplicable(f"{type(layer.learner).__name__} treats every call by itself, without a state")
     if layer.optimizer.read in ("block", "final"):
@@ -119,7 +119,7 @@ def splits(spec: Specimen) -> float:
 
 def causality(spec: Specimen) -> float:
     """`∂y_t/∂x_s = 0` for s > t, exactly, and the outputs up to t do not change with the tokens after t."""
-    layer = spec.make()
+    layer = spec.sample
     if not layer.causal:
         found = [type(part).__name__ for part in (layer.task, layer.learner) if not part.causal]
         found += [] if layer.optimizer.causal else [f"optimizer.read={layer.optimizer.read}"]
@@ -142,7 +142,7 @@ def causality(spec: Specimen) -> float:
 
 def limits(spec: Specimen) -> float:
     """At τ = 1, mini-batches of one token are online learning, and one mini-batch for all tokens is batch learning."""
-    layer = spec.make()
+    layer = spec.sample
     rule = layer.optimizer
     if not rule.updates:
         raise NotApplicable("the rule has no mini-batches")
@@ -171,7 +171,7 @@ def limits(spec: Specimen) -> float:
 def round_trips(spec: Specimen) -> float:
     """`state_dict`, deep copies, evaluation mode and saved states give back the same layer and the same state; states
     move between devices."""
-    layer = spec.make()
+    layer = spec.sample
     x = spec.tokens()
     before, cut = run(layer, x), layer.optimizer.mini_batch_size + 1
     fresh = spec.make(seed=4)

@@ -25,7 +25,7 @@ from metattt.testing.specimen import (
 def masks(spec: Specimen) -> float:
     """Padding at the left, at the right and inside changes no output, gradient or later output, independent of its
     values. A row of padding only is a sequence that has not started."""
-    layer = spec.make()
+    layer = spec.sample
     x = spec.tokens(batch=4)
     lengths = [x.shape[1], x.shape[1] - 3, 2, 0]
     apart = [_alone(layer, x[:, :length], row) for row, length in enumerate(lengths)]
@@ -50,7 +50,7 @@ def masks(spec: Specimen) -> float:
 
 def packing(spec: Specimen) -> float:
     """Documents packed into one sequence equal the same documents run separately, also with a state before them."""
-    layer = spec.make()
+    layer = spec.sample
     if layer.optimizer.read == "final":
         raise NotApplicable("optimizer.read=final reads every query after the whole call")
     if not layer.learner.streams:

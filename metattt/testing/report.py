@@ -61,7 +61,7 @@ def _of_layer(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]:
     )
     for line in computed(layer):
         console.print(line, markup=False)
-    size, used = layer.optimizer.mini_batch_size, spec.make().optimizer.mini_batch_size
+    size, used = layer.optimizer.mini_batch_size, spec.sample.optimizer.mini_batch_size
     whole_call = size == WHOLE_CALL
     if used < size:
         told = "one for each call" if whole_call else str(size)

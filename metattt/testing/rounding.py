@@ -119,4 +119,4 @@ def _frobenius(found: Run, expected: Run, of: str) -> float:
 
 def _cuts(spec: Specimen) -> list[int]:
     # inside a mini-batch: the second call continues with a state
-    return [spec.make().optimizer.mini_batch_size + 2]
+    return [spec.sample.optimizer.mini_batch_size + 2]

@@ -18,7 +18,7 @@ THREADS = 4
 def aliasing(spec: Specimen) -> float:
     """No state shares memory with the layer's parameters, and a passed state is not written to: a step of the outer
     optimizer changes no state, and changing a state in place changes no layer."""
-    layer = spec.make()
+    layer = spec.sample
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
     x = spec.tokens()
     worst = 0.0
@@ -37,7 +37,7 @@ def aliasing(spec: Specimen) -> float:
 
 def threads(spec: Specimen) -> float:
     """Calls from several threads at once give the same results as one after the other."""
-    layer = spec.make()
+    layer = spec.sample
     x = spec.tokens()
     inputs = [x.roll(index, 1) + index for index in range(THREADS)]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -86,6 +87,11 @@ class Specimen:
     options: Mapping[str, Any] = field(default_factory=dict)
     longest_mini_batch: int = 4
 
+    @cached_property
+    def sample(self) -> TTTLayer:
+        """Such a layer, for what changes none."""
+        return self.make()
+
     def make(
         self,
         *,
@@ -127,7 +133,7 @@ class Specimen:
 
     def forms(self, dtype: torch.dtype = torch.float64) -> list[str]:
         """The forms that can compute this combination with tokens of a type, the oracle first."""
-        if not self.make().learner.has_weights:  # an error in every form is an error, not a missing form
+        if not self.sample.learner.has_weights:  # an error in every form is an error, not a missing form
             return []
         found, x = [], self.tokens(dtype=dtype)
         for form in ASKED[1:]:
@@ -143,7 +149,7 @@ class Specimen:
 
     def tokens(self, batch: int = 2, extra: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
         """Random tokens `[B, 2b + extra, D]`: at least two mini-batches and an open one."""
-        length = 2 * self.make().optimizer.mini_batch_size + extra
+        length = 2 * self.sample.optimizer.mini_batch_size + extra
         return torch.randn(batch, max(length, 7), self.dim, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 

@@ -1,5 +1,6 @@
 """Composition: what layers, overrides, files of one's own and seeds make; the working directory does not matter."""
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from compositions_for_tests import OWN_LEARNER, remembering
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from refusals_for_tests import refusal
 
 from metattt import build
@@ -107,14 +110,20 @@ def test_what_tests_remember_is_what_hydra_composes() -> None:
     compose("layer=ttt_mlp")  # what can be composed is known
     hydra = composition._compose.plain  # type: ignore[attr-defined]
     remembered = remembering(counted := Mock(side_effect=hydra))
-    for folder in ("/a", "runs/b c"):
-        overrides = ["layer=ttt_mlp", f"output_dir='{folder}'", "data.path='/d/e.txt'", "trainer.max_steps=3"]
+    for folder, betas, rate in (("/a", "[0.9,0.5]", "${training.lr}"), ("runs/b c", "[0,0]", "2")):
+        overrides = ["layer=ttt_mlp", f"output_dir='{folder}'", "data.path='/d/e.txt'", f"training.betas={betas}"]
+        overrides += ["+trainer.max_time=3", f"optimizer.base_lr={rate}", "trainer.max_steps=3", "task.loss=dot"]
         found, expected = remembered(overrides, "train"), hydra(overrides, "train")
         assert found == expected and OmegaConf.to_yaml(found[0]) == OmegaConf.to_yaml(expected[0])
         assert OmegaConf.is_struct(found[0]) == OmegaConf.is_struct(expected[0])
         assert OmegaConf.get_type(found[0], "layer") == OmegaConf.get_type(expected[0], "layer")
         found[0].dim = 3
     assert counted.call_count == 1
+    for wrong in ("task.los=dot", "optimizer.base_lr=x", "trainer.max_steps=1,2", "hydra.verbose=[", "layer=nothing"):
+        with pytest.raises((HydraException, OmegaConfBaseException)) as error:
+            hydra([wrong], "train")
+        with pytest.raises(type(error.value), match=re.escape(str(error.value))):
+            remembered([wrong], "train")
 
 
 @pytest.mark.parametrize("given", [[], ["learner=linear"], ["optimizer.decay=softplus"], ["layer.gate=false"]])
