@@ -181,12 +181,12 @@ class Adapter:
         """Learns the next tokens, whose predictions are not wanted. Arguments and errors are those of `read`."""
         self._advance(ids, learns=True, scores=False, logits=False)
 
-    def generate(self, prompt: Tensor, max_new_tokens: int = 256, **options: Any) -> Tensor:
+    def generate(self, prompt: Tensor, max_new_tokens: int | None = None, **options: Any) -> Tensor:
         """Continues prompts with what was learned. The prompts are not learned.
 
         Args:
             prompt: `[B, n]` token ids, each the beginning of a text of its own; of one document, any number of them.
-            max_new_tokens: at most.
+            max_new_tokens: at most; 256 unless you, `max_length` or `generation_config` say another.
             options: of `metattt.generation.sampling.generate`, or of the `generate` of Transformers.
 
         Returns:
@@ -195,6 +195,8 @@ class Adapter:
         Raises:
             MetaTTTError: prompts of several lengths, or of another number than the documents.
         """
+        if max_new_tokens is not None or not options.keys() & {"max_length", "generation_config"}:
+            options["max_new_tokens"] = 256 if max_new_tokens is None else max_new_tokens
         prompt, lengths = self.fast.token_ids(prompt)
         if len({*lengths}) > 1:
             raise MetaTTTError(f"the prompts have {lengths} tokens: give prompts of one length")
@@ -211,9 +213,9 @@ class Adapter:
         try:
             with torch.no_grad():
                 if self.fast.ours:
-                    return torch.stack([*prompt.unbind(1), *generate(model, prompt, max_new_tokens, **options)], dim=1)
+                    return torch.stack([*prompt.unbind(1), *generate(model, prompt, **options)], dim=1)
                 options.setdefault("attention_mask", torch.ones_like(prompt))
-                continued: Tensor = model.generate(prompt, max_new_tokens=max_new_tokens, **options)
+                continued: Tensor = model.generate(prompt, **options)
                 return continued
         finally:
             self.fast.generating({})

@@ -196,6 +196,9 @@ def test_copies_single_tokens_beams_threads_and_inference_mode(tmp_path: Path) -
     assert torch.equal(adapter.score(IDS).nats.nan_to_num(), nats.nan_to_num())
     options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False}
     together = adapter.generate(IDS[:, :4], **options)
+    config = type(made.generation_config)(max_new_tokens=5)
+    for length in ({"max_length": 9}, {"generation_config": config}):
+        assert adapter.generate(IDS[:, :4], **length).shape[1] <= 9
     for row in range(2):
         alone = Adapter(made, rule=adam())
         alone.read(IDS[row : row + 1]), alone.next_documents(), alone.read(IDS[row : row + 1, :20])
