@@ -20,7 +20,7 @@ from metattt.checkpoints.trained import read_checkpoint
 from metattt.data.base import ReadError
 from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError
-from metattt.metrics_file import larger_is_better
+from metattt.metrics_file import STEP, larger_is_better, of_validation, read_rows
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.training.batches import at_end_of_step
@@ -104,6 +104,7 @@ class Checkpoints(WithSettings, Callback):
         self._found_random = []
         self._running, self._saved_step, self._saved_at = True, trainer.global_step, time.monotonic()
         self._take_random(trainer)
+        self._compare_logged(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._take_random(trainer)
@@ -201,10 +202,21 @@ class Checkpoints(WithSettings, Callback):
         if self.best not in known:
             logged = ", ".join(sorted(name for name in known if name.startswith("validation"))) or "nothing"
             raise MetaTTTError(f"callbacks.checkpoint.best={self.best} is not logged: the validation logs {logged}")
-        value = float(known[self.best])
+        return self._improves(trainer.global_step, float(known[self.best]))
+
+    def _improves(self, step: int, value: float) -> bool:
+        """Compares a validation with the best one so far, whose place it takes if it is better."""
         if better := self._sign * value < self._sign * self.best_value:
-            self.best_step, self.best_value = trainer.global_step, value
+            self.best_step, self.best_value = step, value
         return better
+
+    def _compare_logged(self, trainer: Trainer) -> None:
+        """Compares the validation of the step that a run resumes from, as the log has it: the one after the last step
+        of a run comes after its checkpoint."""
+        rows = [row for log in logs_of(trainer) for row in read_rows(log.path)[0]] if self.best is not None else []
+        for row in rows:
+            if int(row[STEP]) == trainer.global_step and of_validation(row) and (value := row.get(str(self.best))):
+                self._improves(trainer.global_step, float(value))
 
     def _together(self, flags: tuple[int | bool, ...]) -> tuple[int, ...]:
         """The maximum of each number over all processes, so that all act alike between the same two steps."""

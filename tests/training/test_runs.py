@@ -205,6 +205,21 @@ def test_the_last_ones_and_the_best_are_kept(
         train(eight(corpus, tmp_path / "other", "callbacks.checkpoint.best=validation/nothing"))
 
 
+def test_the_validation_after_the_last_step_counts_as_well(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([5.0, 4.0, 1.0, 2.0, 3.0])  # at steps 3, 6 and 8, where the run ends, and at 9 and 12 of the one that goes on
+    end = LanguageModeling.on_validation_epoch_end
+
+    def validated(self: Any) -> None:
+        end(self)
+        self.log("validation/made_up", next(losses))
+
+    monkeypatch.setattr(LanguageModeling, "on_validation_epoch_end", validated)
+    settings = ("trainer.val_check_interval=3", "callbacks.checkpoint.best=validation/made_up", "callbacks.checkpoint.every_steps=1")
+    assert train(eight(corpus, tmp_path / "run", *settings)) == 0
+    assert train(compose(f"resume={tmp_path / 'run'}", "trainer.max_steps=12")) == 0
+    assert steps(tmp_path / "run") == [12, 11, 8]
+
+
 def test_minutes_count_as_well_as_steps(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = iter(range(10_000))
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: 60.0 * next(minutes)))
