@@ -72,13 +72,16 @@ def read_documents(
     return documents
 
 
-def iterate_documents(files: Sequence[tuple[Path, Path]], text_key: str) -> Iterator[Document]:
-    """The documents of files that are not empty, one after the other: `files` are those of `find_files`.
+def iterate_documents(
+    files: Sequence[tuple[Path, Path]], text_key: str, setting: str = "data.text_key"
+) -> Iterator[Document]:
+    """The documents of files that are not empty, one after the other: `files` are those of `find_files`, and `setting`
+    is what chooses `text_key`, for messages.
 
     Raises:
         MetaTTTError: a file that cannot be read.
     """
-    return (document for file, base in files for document in _read(file, base, text_key) if document.text)
+    return (document for file, base in files for document in _read(file, base, text_key, setting) if document.text)
 
 
 def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list[tuple[Path, Path]]:
@@ -154,19 +157,19 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
+def _read(file: Path, root: Path, text_key: str, setting: str) -> Iterator[Document]:
     """The documents of one file."""
     name, suffix, place = file.relative_to(root).as_posix(), file.suffix.lower(), 1
     try:
         if suffix in TEXT_SUFFIXES:
             yield Document(name, file.read_bytes())
             return
-        rows = _lines(file) if suffix == ".jsonl" else enumerate(_rows(file, text_key), 1)
+        rows = _lines(file) if suffix == ".jsonl" else enumerate(_rows(file, text_key, setting), 1)
         for number, (place, given) in enumerate(rows, 1):
             row = json.loads(given) if isinstance(given, str) else given
             text = row.get(text_key, 0) if isinstance(row, dict) else 0
             if not isinstance(text, str | None):
-                raise MetaTTTError(f"{file}:{place} has no text in {text_key!r}: set data.text_key=...")
+                raise MetaTTTError(f"{file}:{place} has no text in {text_key!r}: set {setting}=...")
             yield Document(f"{name}:{number}", re.sub("[\ud800-\udfff]", "\ufffd", text or "").encode())
     except MetaTTTError:
         raise
@@ -181,11 +184,11 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _rows(file: Path, text_key: str) -> Iterator[dict[str, Any]]:
+def _rows(file: Path, text_key: str, setting: str) -> Iterator[dict[str, Any]]:
     parquet = need("pyarrow.parquet", extra="text", what=f"reading {file}")
     table = parquet.ParquetFile(file)
     if text_key not in table.schema_arrow.names:
         names = ", ".join(table.schema_arrow.names)
-        raise MetaTTTError(f"{file} has no column {text_key!r}, only {names}: name it with data.text_key=...")
+        raise MetaTTTError(f"{file} has no column {text_key!r}, only {names}: name it with {setting}=...")
     for batch in table.iter_batches(columns=[text_key]):
         yield from batch.to_pylist()

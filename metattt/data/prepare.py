@@ -195,7 +195,7 @@ def _rows(
     """The documents of a source: of local files, which may be any bytes, by our readers, of others by `datasets`."""
     if _is_here(source, files):
         found = find_files(source, key)
-        if next(iterate_documents(found, chosen.text_key), None) is None:
+        if next(iterate_documents(found, chosen.text_key, "text_key"), None) is None:
             raise MetaTTTError(f"{key}={source} holds no text")
         stamps = [(str(file), str(base), file.stat().st_size, file.stat().st_mtime_ns) for file, base in found]
         features = library.Features({"key": library.Value("binary"), "text": library.Value("large_binary")})
@@ -215,7 +215,8 @@ def _rows(
 
 def _documents(files: list[tuple[str, str, int, int]], text_key: str) -> Iterator[dict[str, bytes]]:
     """Local documents. `datasets` names its cache after the arguments: a file that has changed has another time."""
-    for document in iterate_documents([(Path(file), Path(base)) for file, base, _, _ in files], text_key):
+    paths = [(Path(file), Path(base)) for file, base, _, _ in files]
+    for document in iterate_documents(paths, text_key, "text_key"):
         yield {"key": document.name, "text": document.text}
 
 

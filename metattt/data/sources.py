@@ -51,6 +51,6 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
         reason += "" if files is None else f" in {files}"
         raise MetaTTTError(f"{key}={name} cannot be opened as a dataset: {reason}") from error
     if found.column_names is not None and text_key not in found.column_names:
-        setting, names = f"{key.removesuffix('source').removesuffix('path')}text_key", ", ".join(found.column_names)
+        setting, names = "data.text_key" if key == "data.path" else "text_key", ", ".join(found.column_names)
         raise MetaTTTError(f"{key}={name} has no text in {text_key!r}, only {names}: set {setting}=")
     return found

@@ -198,6 +198,20 @@ def test_bad_settings_are_one_line(corpus: Path, tmp_path: Path, overrides: tupl
     assert not (tmp_path / "target").exists()
 
 
+def test_what_chooses_the_text_is_named_as_this_command_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"words": "a text"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    (tmp_path / "some.txt").write_text("a text")
+    for source, more, advice in (
+        (tmp_path / "rows.jsonl", (), ": set text_key="),
+        (tmp_path / "rows.parquet", (), ": name it with text_key="),
+        (tmp_path / "some.txt", ("validation_source=someone/texts",), ": set text_key="),
+    ):
+        assert advice in refused(source, tmp_path / "target", *more)
+
+
 def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_list([{"text": f"row {row} " * 40} for row in range(60)])
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config, data_files, split: rows)
