@@ -42,6 +42,7 @@ class OuterLoop(LightningModule):
         # of the step and of the validation so far, by figure, [2]: its sum, and the number of what it is over
         self.step_sums: dict[str, Tensor] = {}
         self.validation_sums: dict[str, Tensor] = {}
+        self.validated = -1  # the step of the last validation in this process
 
     def batch_loss(self, batch: Any) -> Tensor:
         """The loss of a batch, as a training step takes it."""
@@ -83,6 +84,7 @@ class OuterLoop(LightningModule):
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.global_step))
         self._log_means("validation", self.validation_sums)
+        self.validated = self.global_step
 
     def _log_means(self, part: str, sums: dict[str, Tensor]) -> None:
         """Over all batches in all processes, divided once: they may differ in size."""

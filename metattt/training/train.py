@@ -146,7 +146,7 @@ def _run(begin: Start, console: Console) -> int:
         if callback_of(trainer, Checkpoints) is None and not trial:
             trainer.save_checkpoint(path_of(folder, trainer.global_step))
         seconds = time.monotonic() - started
-        if not _validated_last(trainer, done):
+        if module.validated != trainer.global_step:  # its time may have ended anywhere, with a validation
             trainer.validate(module, datamodule=batches, verbose=False)
         job.report(console, trainer, seconds)
         _files(console, trainer, folder)
@@ -227,13 +227,6 @@ def _entry(cfg: DictConfig, group: str, name: str, kind: type, done: int = 0) ->
     if instead := next((said for unfit, said in UNFIT.items() if isinstance(made, unfit)), None):
         raise MetaTTTError(f"{group}.{name}={known} is not allowed: {instead}")
     return made
-
-
-def _validated_last(trainer: Trainer, done: int) -> bool:
-    """Whether this process has validated after the last step."""
-    interval = trainer.val_check_batch
-    batches = trainer.global_step * trainer.accumulate_grad_batches
-    return trainer.global_step > done and isinstance(interval, int) and interval > 0 and batches % interval == 0
 
 
 def _files(console: Console, trainer: Trainer, folder: Path) -> None:

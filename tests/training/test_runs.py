@@ -373,6 +373,7 @@ def test_what_is_tried_first_and_what_ends_by_time_is_trained_by_the_next_job(co
     with pytest.MonkeyPatch.context() as patch:
         after_step(patch, 4, lambda trainer, _: setattr(timer_of(trainer), "_offset", 60.0))
         assert train(command("+trainer.max_time=00:00:01:00")) == 0 and steps(tmp_path / "run")[0] == 4
+    assert sum(bool(row["validation/loss"]) for row in log(tmp_path / "run")) == 1  # with its last step, and not again
     assert train(command("+trainer.max_time=00:00:01:00")) == 0 and steps(tmp_path / "run")[0] == 8
 
 
