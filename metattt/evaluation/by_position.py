@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metattt.errors import NotFinite, check_choice, check_integer
 from metattt.evaluation.output import table
-from metattt.models.language_model import LanguageModel
+from metattt.models.language_model import LanguageModel, tokens_per_call
 
 BINS = ("log", "fixed", "none")
 
@@ -79,7 +79,7 @@ def score(
         model: the model, in evaluation mode.
         loader: batches of windows, all of the same length.
         token_bytes: `[V]` bytes that each token stands for.
-        segment: tokens per call of the model.
+        segment: tokens per call of the model; all of a window where a layer's mini-batch is a whole call.
         document_start: the token at which the inner loop starts again from W0; None: it never does.
 
     Raises:
@@ -107,6 +107,7 @@ def _losses(model: LanguageModel, ids: Tensor, segment: int, document_start: int
     """Cross-entropy of every prediction, `[B, T + 1]` ids to `[B, T]` nats."""
     losses = []
     state = None
+    segment = tokens_per_call(model, segment, ids.shape[1])
     with torch.inference_mode():
         for start in range(0, ids.shape[1] - 1, segment):
             read = ids[:, start : min(start + segment, ids.shape[1] - 1)]

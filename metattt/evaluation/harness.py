@@ -17,7 +17,7 @@ from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.evaluation.output import finite
-from metattt.models.language_model import LanguageModel
+from metattt.models.language_model import LanguageModel, tokens_per_call
 from metattt.optional import need
 
 need("lm_eval.models.huggingface", extra="eval", what="metattt eval tasks=")
@@ -41,7 +41,7 @@ class MetaTTTLM(HFLM):
         config: of its run, or of the model alone; what `metattt.load_model` returns beside it.
         tokenizer: of the model.
         batch_size: texts that are read together.
-        segment: tokens per call of the model.
+        segment: tokens per call of the model; all of a text where a layer's mini-batch is a whole call.
         trust: modules of the user's whose classes the configuration names.
 
     Raises:
@@ -98,8 +98,9 @@ class MetaTTTLM(HFLM):
     def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
         """Logits `[B, T, V]` of texts `[B, T]`, filled up at the end, which no token before it sees."""
         cache = MetaTTTCache()
+        segment = tokens_per_call(self.model, self.segment, inps.shape[1])
         with torch.no_grad():
-            parts = [self.model(part, past_key_values=cache).logits for part in inps.split(self.segment, 1)]
+            parts = [self.model(part, past_key_values=cache).logits for part in inps.split(segment, 1)]
         return finite(torch.cat(parts, 1))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:

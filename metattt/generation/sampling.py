@@ -11,9 +11,8 @@ from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
 from metattt.generation.static_step import Step, one_token_step
 from metattt.inner.diagnostics import require_ids
 from metattt.inner.packing import check_flags
-from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.models.language_model import LanguageModel, LanguageModelState, tokens_per_call
 from metattt.nested import count_sequences
-from metattt.state import WHOLE_CALL
 
 PIECE = 4096  # tokens of a prompt that are read in one call
 MAX_NEW_TOKENS = 10_000_000  # more are a slip, and would not end
@@ -205,8 +204,7 @@ def read_prompts(
     `PIECE` columns are read at a time, so that memory does not grow with the prompts; all at once where a layer's
     mini-batch is a whole call.
     """
-    whole = any(getattr(module, "mini_batch_size", None) == WHOLE_CALL for module in model.modules())
-    size = ids.shape[1] if whole else PIECE
+    size = tokens_per_call(model, PIECE, ids.shape[1])
     logits: Tensor | None = None
     for number, piece in enumerate(ids.split(size, 1)):
         real = None if mask is None else mask[:, number * size : number * size + piece.shape[1]]

@@ -18,7 +18,7 @@ from metattt.modules import RMSNorm
 from metattt.nested import map_tensors
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.state import Context, State, in_files
+from metattt.state import WHOLE_CALL, Context, State, in_files
 
 
 @in_files
@@ -247,6 +247,13 @@ class LanguageModel(Backbone):
             raise MetaTTTError(
                 "a model with causal=False may see the token that it is to predict: set model.causal=true"
             )
+
+
+def tokens_per_call(model: nn.Module, most: int, count: int) -> int:
+    """How many of `count` tokens a call may read: `most`, or all of them where a layer's mini-batch is a whole call, to
+    which a sequence in parts is another one."""
+    whole = any(getattr(module, "mini_batch_size", None) == WHOLE_CALL for module in model.modules())
+    return count if whole else most
 
 
 def document_starts(position_ids: Tensor) -> Tensor | None:

@@ -74,6 +74,13 @@ def test_no_call_reads_more_than_a_segment(monkeypatch: pytest.MonkeyPatch) -> N
     assert [call.args[0].shape[1] for call in seen.call_args_list] == [64] * 8
 
 
+def test_a_mini_batch_that_is_a_call_is_not_cut_into_segments() -> None:
+    model = tiny("optimizer.mini_batch_size=null", "optimizer.token_steps=none")
+    ids, sizes = torch.randint(31, (2, 21)), torch.ones(31, dtype=torch.long)
+    whole, cut = (score(model, [ids], sizes, segment).nats for segment in (20, 8))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(cut, whole)
+
+
 @pytest.mark.parametrize("kind", ["log", "fixed", "none"])
 @pytest.mark.parametrize(("length", "count"), [(1, 1), (7, 5), (256, 16), (7, 400), (32768, 16)])
 def test_bins_divide_the_positions(kind: str, length: int, count: int) -> None:
