@@ -66,9 +66,9 @@ class SweptRun:
         before, title = read_status(folder), " ".join(swept) or "(one)"
         if before is not None and (before.swept, sorted(before.fixed)) != (swept, sorted(fixed)):
             return self._end(f"{title} failed: {folder} holds another run: choose another hydra.sweep.dir", math.nan)
+        missing = f"{folder} has no {self.objective} for the sweeper: set objective=<a column of its metrics.csv>"
         if before is not None and before.state == "finished":
-            print(f"run     {title}: finished before", flush=True)
-            return read_run(folder).final(self.objective)
+            return self._end(f"{title}: finished before", read_run(folder).final(self.objective), missing)
         stopping = Path(hydra.sweep.dir) / STOPPING
         if stopping.exists():
             raise KeyboardInterrupt
@@ -90,7 +90,6 @@ class SweptRun:
             return self._end(f"{title} {state}: {said}", math.nan)
         value = read_run(folder).final(self.objective)
         told = "" if math.isnan(value) else f": {self.objective} {value:.4f}"
-        missing = f"{folder} has no {self.objective} for the sweeper: set objective=<a column of its metrics.csv>"
         return self._end(f"{title} finished in {seconds:.0f} s{told}", value, missing)
 
     def _end(self, line: str, value: float, missing: str = "") -> float:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from runs_for_tests import rows
 from metattt.cli import main
 from metattt.errors import MetaTTTError
 from metattt.sweeps.record import LONGEST_NAME, STATUS, Status, folder_name, read_status, write_status
+from metattt.sweeps.run import SweptRun
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
 
 TINY = (
@@ -148,6 +152,18 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
     assert first < set(states(here / "sweep")) and len(states(here / "sweep")) == 3
     best = OmegaConf.load(here / "sweep" / "optimization_results.yaml")
     assert best.best_value == pytest.approx(float(table(here / "sweep")[0]["validation/loss"]), rel=1e-6)
+
+
+def test_a_finished_run_without_a_value_fails_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna takes an exception for a run that failed, and NaN for the end of the sweep."""
+    make(here / "a", [(5, "nan")], column="validation/loss", swept=["seed=1"])
+    known = SimpleNamespace(runtime=SimpleNamespace(output_dir="a"), overrides=SimpleNamespace(task=["seed=1"]))
+    monkeypatch.setattr("metattt.sweeps.run.HydraConfig.get", lambda: known)
+    write_status(here / "a", Status(["seed=1"], ["metattt train"], "finished"))
+    run = partial(SweptRun, "train", [], [], True, "validation/loss", sweeper=os.getpid())
+    with pytest.raises(MetaTTTError, match="a has no validation/loss for the sweeper"):
+        run(raises=True)(OmegaConf.create())
+    assert math.isnan(run(raises=False)(OmegaConf.create()))
 
 
 # -- what is refused, before anything runs -----------------------------------------------------------------------------
