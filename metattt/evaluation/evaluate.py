@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -122,4 +123,8 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
         return list(given)
     alone = [file.is_file() and file.name != SAFETENSORS for file in files]
     names = [file.stem if one else home(file).absolute().name for file, one in zip(files, alone, strict=True)]
-    return [name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)]
+    once, found = {name for name in names if names.count(name) == 1}, list[str]()
+    for name in names:
+        numbered = (f"{name}-{number}" for number in itertools.count(1))
+        found.append(name if name in once else next(one for one in numbered if one not in {*once, *found}))
+    return found

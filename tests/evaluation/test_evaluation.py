@@ -207,6 +207,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("folders", "expected"), [
+    ("runs/a runs/b", "a b"), ("x/a y/a", "a-1 a-2"), ("x/a y/a x/a-2", "a-1 a-3 a-2"), ("x/a y/a x/a-1 y/a-1", "a-1 a-2 a-1-1 a-1-2"),
+])  # fmt: skip
+def test_every_checkpoint_has_a_name_of_its_own(folders: str, expected: str) -> None:
+    assert labels([Path(one, "model.safetensors") for one in folders.split()], None) == expected.split()
+
+
 def test_several_checkpoints_on_one_plot(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([
         "eval", f"checkpoint=[{runs / 'linear'},{runs / 'attention'}]", "labels=[TTT,softmax]", f"output_dir={tmp_path}", "inner_loss=true",
