@@ -60,9 +60,9 @@ class Evaluation:
         """The data set of a configuration."""
         return instantiate_part(OmegaConf.create({"data": source}), "data")
 
-    def report(self, name: str) -> AbstractContextManager[Report]:
-        """The files that are written."""
-        return report(self.folder, name, self.console)
+    def report(self, name: str, *more: str) -> AbstractContextManager[Report]:
+        """The files that are written; `more`: names that other evaluations write, too."""
+        return report(self.folder, name, self.console, *more)
 
 
 def evaluate(cfg: DictConfig) -> dict[str, Any]:

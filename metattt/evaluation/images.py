@@ -70,7 +70,7 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         if chosen.inner_loss and not scores[name].inner:
             job.console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image")
     _print(job.console, scores, chosen.split)
-    with job.report("images") as made:
+    with job.report("images", "inner_loss") as made:
         figures = ([name, one.images, one.top1, one.top5, one.loss] for name, one in scores.items())
         made.csv("images", ("model", "images", "top1", "top5", "loss"), figures)
         curves = {name: one.inner for name, one in scores.items() if one.inner}

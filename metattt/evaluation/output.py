@@ -24,24 +24,27 @@ T = TypeVar("T")
 
 class Report:
     """Takes the first free number for `<name><number>.csv` in a folder: nothing, `-2`, `-3`, …, which all files of the
-    report then have; another process at the same time takes another one.
+    report then have; another process at the same time takes another one. It is not one that a file of the names `more`
+    has, which other reports write, too.
 
     Attributes:
         written: the files, in their order.
         missing: why a picture was not written; None if none is missing.
     """
 
-    def __init__(self, folder: Path, name: str):
+    def __init__(self, folder: Path, name: str, *more: str):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.written = folder, list[Path]()
         self.missing: str | None = None
         self.number = ""
         for count in itertools.count(2):
             try:
-                (folder / f"{name}{self.number}.csv").touch(exist_ok=False)
-                break
+                if not any((folder / f"{one}{self.number}.csv").exists() for one in more):
+                    (folder / f"{name}{self.number}.csv").touch(exist_ok=False)
+                    break
             except FileExistsError:
-                self.number = f"-{count}"
+                pass
+            self.number = f"-{count}"
 
     def path(self, name: str, suffix: str) -> Path:
         """Where a file is to be written."""
@@ -107,14 +110,14 @@ def writable(output_dir: str | None, default: Path) -> Path:
 
 
 @contextmanager
-def report(folder: Path, name: str, console: Console) -> Iterator[Report]:
-    """A `Report` in a folder; afterwards its files are named on the console.
+def report(folder: Path, name: str, console: Console, *more: str) -> Iterator[Report]:
+    """A `Report` in a folder; afterwards its files are named on the console. `more`: names that others write, too.
 
     Raises:
         MetaTTTError: the folder cannot be written.
     """
     try:
-        made = Report(folder, name)
+        made = Report(folder, name, *more)
         yield made
     except OSError as error:
         raise MetaTTTError(

@@ -80,7 +80,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     job.console.print(table(f"{split} text of {data.source}", columns, totals))
     if len(edges) - 1 <= ROWS:
         job.console.print(by_position.bits_by_position(scores, edges))
-    with job.report("by_position") as made:
+    with job.report("by_position", "inner_loss") as made:
         made.csv("by_position", by_position.COLUMNS, by_position.rows(scores, edges))
         if curves:
             made.csv("inner_loss", ("model", "layer", "mini_batch", *inner_loss.COLUMNS), inner_loss.rows(curves))

@@ -24,6 +24,7 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import evaluate, labels
+from metattt.evaluation.output import Report
 from metattt.measures.inner_loss import average, inner_loss_curves, unmeasured
 from metattt.models.language_model import LanguageModel
 from metattt.training.train import train
@@ -205,6 +206,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wanted = [override for override in RUN if name != "attention" or "optimizer" not in override]
         assert train(compose(*wanted, *rest, f"data.path={folder / 'text'}", f"output_dir={folder / name}")) == 0
     return folder
+
+
+def test_no_file_of_another_evaluation_is_written_over(tmp_path: Path) -> None:
+    for name, number in (("by_position", ""), ("images", "-2"), ("images", "-3"), ("by_position", "-4")):
+        made = Report(tmp_path, name, "inner_loss")
+        made.csv("inner_loss", ("model",), [[name]])
+        assert made.number == number
+    assert Report(tmp_path, "tasks").number == ""
 
 
 @pytest.mark.parametrize(("folders", "expected"), [
