@@ -149,4 +149,8 @@ def check_new(target: str | Path) -> Path:
         raise MetaTTTError(f"target={target} is the name of a file: give a folder, {SAFETENSORS} is written in it")
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise MetaTTTError(f"target={target} exists and is not empty: give another folder, or remove it")
+    if not path.name:
+        raise MetaTTTError(
+            f"target={target} is the folder that you are in: give a new one, {SAFETENSORS} is written in it"
+        )
     return path

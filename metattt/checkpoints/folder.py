@@ -66,7 +66,7 @@ def is_of_run(path: Path) -> bool:
 
 def standing(path: Path) -> Path:
     """The path, or the checkpoint that was about to be replaced by it when the process was killed."""
-    old = path.with_name(path.name + OLD)
+    old = path.parent / (path.name + OLD)  # (the current folder has no name)
     return old if old.exists() and not path.exists() else path
 
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from metattt.checkpoints import folder as folders
-from metattt.checkpoints.files import home, read_content
+from metattt.checkpoints.files import check_new, find_checkpoint, home, read_content
 from metattt.checkpoints.folder import CONTENT, NEW, WEIGHTS, load_parts, verify, write_checkpoint, write_model
 from metattt.checkpoints.record import (
     RECORD,
@@ -366,3 +366,14 @@ def test_weights_that_are_no_finite_numbers(tmp_path: Path, bad: Callable[[Tenso
     write_model(tmp_path / "one", config(), weights, None)
     refusal(lambda: load_model(tmp_path / "one"), message)
     check_numbers([("empty", torch.ones(0))], "run")
+
+
+def test_the_current_folder_is_a_run_and_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (step := tmp_path / "checkpoints" / "step-00000100").mkdir(parents=True)
+    (step / CONTENT).write_text("{}")
+    for here, expected in ((tmp_path, "checkpoints/step-00000100"), (step, ".")):
+        monkeypatch.chdir(here)
+        assert find_checkpoint(".") == Path(expected)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    refusal(partial(check_new, "."), "the folder that you are in: give a new one")
