@@ -51,16 +51,18 @@ def draw(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
+    ended: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `sample`, without waiting for the device: ids `[B]`, and whether all predictions are finite (a boolean
-    tensor).
+    tensor), but for those of rows that have `ended` `[B]`.
 
     Where they are not, the row's token means nothing.
     """
     finite = torch.isfinite(logits.amax(-1, keepdim=True))
     logits = torch.where(finite, logits, 0)
+    fine = (finite if ended is None else finite | ended.unsqueeze(1)).all()
     if temperature == 0:
-        return logits.argmax(-1), finite.all()
+        return logits.argmax(-1), fine
     logits = logits.float()
     logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # so that no small temperature overflows
     if top_k is not None and top_k < logits.shape[-1]:
@@ -74,7 +76,7 @@ def draw(
     # As `torch.multinomial` draws one, which first reads back whether it may: the first of exponential clocks to ring.
     probability = logits.softmax(-1)
     clocks = torch.empty_like(probability).exponential_(1, generator=generator)
-    return (probability / clocks).argmax(-1), finite.all()
+    return (probability / clocks).argmax(-1), fine
 
 
 def check_finite(finite: bool) -> None:
@@ -180,7 +182,7 @@ def generate(
                     step, carried = one_token_step(model, carried, max_new_tokens - 1, compiled), None
                 elif not ahead:
                     logits = step(token)
-                drawn, finite = draw(logits, temperature, top_k, top_p, generator)
+                drawn, finite = draw(logits, temperature, top_k, top_p, generator, ended)
                 token = torch.where(ended, token, drawn)
                 ended = ended | (token.unsqueeze(1) == stops).any(1)
                 report = Report(finite, ended.all())

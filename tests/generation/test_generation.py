@@ -109,6 +109,22 @@ def test_text_is_handed_out_when_it_is_certain() -> None:
     assert Continuation(TOKENIZER).add(TOKENIZER.separator) == ""
 
 
+def test_what_becomes_of_a_sequence_that_has_ended_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, step = make(), LanguageModel.step
+    ids = torch.randint(40, (2, 7))
+    end = int(greedy(model, ids, 1)[0, 0])
+    expected = greedy(model, ids[1:], 6)[0]
+    assert end not in expected
+
+    def diverges(self: LanguageModel, ids: Tensor, *args: Any, **options: Any) -> Any:
+        logits, state = step(self, ids, *args, **options)
+        return logits.masked_fill((ids[:, -1:] == end).unsqueeze(-1), float("nan")), state
+
+    monkeypatch.setattr(LanguageModel, "step", diverges)
+    found = torch.stack([*generate(model, ids, 6, temperature=0, stop=[end])])
+    torch.testing.assert_close(found[:, 1], expected)
+
+
 def test_predictions_that_are_not_finite_are_found_at_their_token() -> None:
     model = make()
     tokens = generate(model, torch.randint(40, (3, 21)), 9)
