@@ -152,8 +152,10 @@ class FileTokenizer(Tokenizer):
     def texts(self) -> list[bytes]:
         """What each token stands for; nothing, for special tokens."""
         texts = [b""] * self.vocab_size
+        added = self.tokenizer.get_added_tokens_decoder() if self._read is _bytes_of_characters else {}
         for token, number in self.tokenizer.get_vocab().items():
-            texts[number] = b"" if number in self._special else self._read(token)
+            read = str.encode if number in added else self._read  # what was added is found in the text as it is
+            texts[number] = b"" if number in self._special else read(token)
         return texts
 
     @cached_property

@@ -123,6 +123,14 @@ def test_bytes_are_those_of_the_text_or_are_left_out(caplog: pytest.LogCaptureFi
         ]
 
 
+def test_added_tokens_stand_for_the_bytes_of_their_text() -> None:
+    made = tokenizers.Tokenizer.from_str(trained("BPE", tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)).content)
+    made.add_tokens([tokenizers.AddedToken("µm", normalized=False), tokenizers.AddedToken("  ", normalized=False)])
+    tokenizer, text = FileTokenizer(made.to_str(), "./its.json"), "a  µm"
+    ids = tokenizer.encode(text).astype(np.int64)
+    assert len(ids) == 3 and tokenizer.decode(ids.tolist()).decode() == text and tokenizer.token_bytes[ids].sum() == 6
+
+
 SPECIAL = content()["added_tokens"][0]
 
 
