@@ -215,6 +215,7 @@ class Counting(nn.Linear):
         (lambda: ModuleLearner(Counting().eval()), "changes its buffer calls"),
         (lambda: ModuleLearner(nn.Embedding(2, D, max_norm=1.0)), "leave them out"),
         (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.RReLU())), "depends on chance"),
+        (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.RReLU()).eval()), "depends on chance in training"),
         (lambda: ModuleLearner(Mixes(causal=False), mixes_tokens=True), "later ones"),
         (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.1))), "set its p to 0"),
         (lambda: ModuleLearner(Made(lambda m, x: m.rnn(x.unsqueeze(0))[0].squeeze(0), rnn=nn.GRU(D, D))), "cannot be replaced"),

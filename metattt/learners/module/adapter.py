@@ -252,18 +252,17 @@ class ModuleLearner(Learner):
         return f"{type(self.module).__name__} mixes the tokens of a batch"
 
     def _check_buffers(self, plain: FastWeights, x: Tensor) -> None:
-        """Raises an error for a module that changes a buffer in training: the form decides when, how often and for
-        which tokens the module runs."""
+        """Raises an error for a module that changes a buffer in training, or that answers by chance there, in whatever
+        mode it is now: the form decides when, how often and for which tokens the module runs."""
         kept, self.module = self.module, replica(self.module).train()
         before = [(name, buffer, buffer.clone()) for name, buffer in kept.named_buffers()]
         dtype = next((buffer.dtype for _, buffer, _ in before if buffer.is_floating_point()), x.dtype)
         weights = FastWeights({name: plain[name].to(dtype) for name in self._shapes}, {}, dtype)
         try:
             with torch.no_grad():
-                if self.refusal is None and not self.mixes_tokens:
-                    self._together(weights, x.to(dtype))
-                else:
-                    self._try_apart(weights, x.to(dtype))
+                together = self.refusal is None and not self.mixes_tokens
+                run = self._together if together else self._try_apart
+                once, again = (run(weights, x.to(dtype)) for _ in range(2))
         finally:
             self.module = kept
         changed = next((name for name, buffer, old in before if not torch.equal(buffer, old)), None)
@@ -271,6 +270,11 @@ class ModuleLearner(Learner):
             raise MetaTTTError(
                 f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm and "
                 "BatchNorm do: leave that out, the buffers of a learner stay as they are"
+            )
+        if not torch.allclose(once, again, rtol=1e-3, atol=1e-3 * float(once.abs().max()), equal_nan=True):
+            raise MetaTTTError(
+                f"{type(kept).__name__} depends on chance in training (two equal calls differ), which would differ "
+                "between training and reading a token: set its dropout to 0"
             )
 
 
