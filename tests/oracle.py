@@ -499,7 +499,7 @@ class Document:
         m, ys, whole = self.begin(), [], self.rule.kind == "WholeSequence"
         for begin, end in self.calls:
             sampled = whole and self.rule.sampling == "sgd"
-            m = self.sampled(m, begin, end) if sampled else m
+            m, anchor = self.sampled(m, begin, end) if sampled else m, m.anchor
             for step in range(0 if sampled else self.steps):
                 if step:  # the next pass takes its gradients where this one ended
                     m = self.commit(m) if m.seen else m
@@ -507,6 +507,7 @@ class Document:
                 for t in range(begin, end):
                     m = self.token(m, t, begin if whole else max(begin, t - t % self.b))
                     m = self.commit(m) if (t + 1) % self.b == 0 else m
+            m = m._replace(anchor=anchor)
             starts = [t for t in range(begin, end) if t == begin or not (whole or t % self.b)]  # of mini-batches
             for start, stop in zip(starts, [*starts[1:], end], strict=True):
                 ys += self.answer(self.newest(m), start, stop).unbind(1)

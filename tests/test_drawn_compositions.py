@@ -377,6 +377,23 @@ def test_passes_over_a_call(rule: Callable[[], InnerOptimizer], masks: tuple[str
             torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_the_anchor_of_a_sequence_outlasts_passes() -> None:
+    """Of two calls in two passes each, both begin with gradients at W0 (`anchor=batch`), written out here."""
+    rule = GradientDescent(read="final", anchor="batch", steps=2, lr="constant", lr_scale="none", base_lr=0.3)
+    layer = TTTLayer(8, 1, Reconstruction(), Linear(bias=False, residual=False, norm=False), rule, output_norm=False).double()
+    w = first = layer.learner.init["w1"][0]
+    layer.out.weight.data.normal_()
+    for part in (layer.task.k, layer.task.v, layer.task.q):
+        part.weight.data.normal_()
+    state = None
+    for x in torch.randn(2, 1, 5, 8, dtype=torch.float64):
+        y, state = layer(x, state)
+        k, v, q = (part(x[0]) for part in (layer.task.k, layer.task.v, layer.task.q))
+        w = w - 0.3 * k.mT @ (k @ first - v)
+        w = w - 0.3 * k.mT @ (k @ w - v)
+        torch.testing.assert_close(y[0], layer.out(q @ w))
+
+
 def test_padding_is_no_query_of_a_global_estimator() -> None:
     """Its query is 0, and the sum of a linear kernel's values, too."""
     call = Call(torch.randn(2, 4, 8, dtype=torch.float64), flags("1011", "1000"))

@@ -40,8 +40,11 @@ def steps(
             _, memory = in_groups(loop, part, memory, [Block(size, 0, True, size)], False)
             yield memory
         return
+    began = {slot: memory[slot] for slot in ("anchor",) if slot in memory}
     for step in range(rule.steps):
         _, memory = in_groups(loop, tokens, memory, blocks, False)
+        if step + 1 == rule.steps:  # the passes of the next call begin at the anchor of the sequence, as these did
+            memory = {**memory, **began}
         yield memory
         if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
             again = _again(rule, memory, filled)
