@@ -120,6 +120,9 @@ def _weights(learner: Learner) -> list[str]:
         zero = still and not any(bool(weight.any()) for weight in learner.init.values() if not weight.is_meta)
         start = "W_0 = 0" if zero else "W_0 keeps its random initial values" if still else "W_0 is learned"
         lines.append(f"W, in every head: {shapes(learner.init)}; {start}")
+    if learner.step_scales:
+        factors = ", ".join(f"{name} by {factor:g}" for name, factor in learner.step_scales.items())
+        lines.append(f"gradients are multiplied by a factor of their weight, where it is not 1: {factors}")
     if learner.slow:
         lines.append(f"slow weights, learned by the outer loop alone: {shapes(learner.slow)}")
     if learner.norm:

@@ -43,6 +43,8 @@ class KeyStep(Momentum, takes=TAKEN):
 
     def equations(self) -> list[str]:
         given = super().equations()
+        if not any(line.startswith("η_t") for line in given):
+            given = ["η_t = 1", *given]
         value = "(1 − exp(−η λ_t))/λ_t" if self.step == "exact" else f"η/(λ_t + {self.eps:g})"
         return [*given, f"then η_t = {value} of this η, λ_t = ‖k_t‖²"]
 

@@ -76,7 +76,7 @@ class Preconditioned(Momentum, takes=TAKEN):
             *self.curvature_decay.equations("γ"),
             "A_t = γ_t A_{t−1} + ω_t k_t², ω_t = σ(θ_ω x_t + c_ω), of each head",
             f"M_t = {self.squash:g}^(−r/(1 + |r|)), r = log(A_t + {EPS:g}) − c, c of each head",
-            "p_t = k_t, and then k_t ← M_t ∘ k_t",
+            "where the task has no p_t it is k_t, and then k_t ← M_t ∘ k_t",
         ]
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:

@@ -51,7 +51,7 @@ class StateGated(Momentum):
             if self.step_gate_params == "constant"
             else f"σ(a s_t + c), s_t = {signal}, a and c of each head"
         )
-        lines = [line.replace("η_t =", "η'_t =") for line in super().equations()]
+        lines = [line.replace("η_t", "η'_t") for line in super().equations()]
         before = "η'_t " if any(line.startswith("η'_t") for line in lines) else ""
         return [*lines, f"η_t = {before}{gate}"]
 

@@ -75,6 +75,13 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
      ["k_t = p_{t−1}, p_0 learned", "p_t = θK x_t", "m_j = 0.9 m_{j−1} + 0.1 U_j"]),
     ("custom", ["optimizer.steps=3", "optimizer.read=previous"],
      ["3 such steps for every mini-batch, each from the weights that the one before it left"]),
+    ("custom", ["optimizer=state_gated", "optimizer.decay=mamba2"], ["α_t = exp(−η'_t a), a of each head"]),
+    ("custom", ["task=gated", "learner=linear_map", "optimizer=preconditioned"],
+     ["p_t = e ∘ k_t, e = σ(θ_e x_t)", "where the task has no p_t it is k_t, and then k_t ← M_t ∘ k_t"]),
+    ("delta_net", ["optimizer=key_step", "optimizer.lr=constant"],
+     ["η_t = 1", "then η_t = (1 − exp(−η λ_t))/λ_t of this η, λ_t = ‖k_t‖²"]),
+    ("ttt_mlp", ["learner.step_scale={w1: 0.5}"],
+     ["gradients are multiplied by a factor of their weight, where it is not 1: w1 by 0.5"]),
 ])  # fmt: skip
 def test_what_the_settings_say(layer: str, overrides: list[str], expected: list[str]) -> None:
     found = lines(layer, *overrides)
