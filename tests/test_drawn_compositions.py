@@ -401,6 +401,18 @@ def test_padding_is_no_query_of_a_global_estimator() -> None:
     torch.testing.assert_close(run(layer, [call]), outputs(layer, [call]), rtol=1e-9, atol=1e-12)
 
 
+def test_a_query_that_meets_no_key_of_a_global_estimator() -> None:
+    """elu(q) + 1 is 0 in every feature, in bf16 from −6 on: the answer is 0, not 0/0."""
+    layer = TTTLayer(8, 2, Reconstruction(feature_map="elu", bias=True), GlobalEstimator(kernel="linear"), Append(), output_norm=False)
+    layer.task.q.weight.data.zero_()
+    layer.task.q.bias.data.fill_(-7)
+    x = torch.randn(1, 6, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x)
+    y.float().sum().backward()
+    assert not y.any() and x.grad is not None and x.grad.isfinite().all()
+
+
 def test_equally_near_labels_share_the_places() -> None:
     """Keys that are masked are all 0; which of them is taken must not depend on how a sequence is split."""
     task = Reconstruction(corruption="mask", corruption_rate=0.7, seed=0)

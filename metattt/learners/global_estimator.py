@@ -86,8 +86,9 @@ class GlobalEstimator(NonParametric, takes=()):
         if self.normalize:  # h cancels
             weights = k.mT @ v
             total = (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
-            if valid is not None:  # predictions at padding, whose query may be 0, are 0, and so are their derivatives
-                total = torch.where(valid.mT, total, 1)
+            # Where all kernels are 0 (elu + 1 rounds to 0 from about −17 on, in bf16 from −6 on; the query of padding
+            # may be 0) predictions are 0, and derivatives finite.
+            total = torch.where(total == 0 if valid is None else (total == 0) | ~valid.mT, 1, total)
             return (q @ weights) / total, {"count": ctx.lengths}
         share = 1 / (ctx.lengths.clamp(min=1).to(k.dtype) * (k.shape[-1] if self.bandwidth is None else self.bandwidth))
         return q @ (k.mT @ v * share.view(-1, 1, 1, 1)), {"count": ctx.lengths}
