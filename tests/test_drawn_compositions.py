@@ -413,6 +413,16 @@ def test_a_query_that_meets_no_key_of_a_global_estimator() -> None:
     assert not y.any() and x.grad is not None and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("most", [1e20, 1e38])
+def test_a_norm_whose_square_is_no_number_clips_nothing(most: float) -> None:
+    x = torch.randn(1, 9, 8)
+    ys = []
+    for max_norm in (None, most):
+        torch.manual_seed(0)
+        ys.append(TTTLayer(8, 2, Reconstruction(), Linear(), GradientDescent(4, max_norm=max_norm))(x)[0])
+    torch.testing.assert_close(*ys)
+
+
 def test_equally_near_labels_share_the_places() -> None:
     """Keys that are masked are all 0; which of them is taken must not depend on how a sequence is split."""
     task = Reconstruction(corruption="mask", corruption_rate=0.7, seed=0)

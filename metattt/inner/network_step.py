@@ -57,7 +57,7 @@ def _clipped(gradients: list[Tensor], most: float | None) -> list[Tensor]:
         return gradients
     squared = torch.stack([g.square().sum(tuple(range(1, g.ndim))) for g in gradients]).sum(0)
     # [B]; 1 exactly where nothing is clipped, or nearly
-    factor = most * squared.clamp(min=most**2).rsqrt()
+    factor = (squared / most / most).clamp(min=1).rsqrt()  # not by c², which fp32 may be too narrow for
     return [g * expand_like(factor, g) for g in gradients]
 
 

@@ -157,4 +157,5 @@ def stepped(
 
 def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
     """`min(1, c/‖M‖)` from `‖M‖²`, with a derivative everywhere."""
-    return max_norm * torch.as_tensor(squared_norm).clamp(min=max_norm**2).rsqrt()
+    share = torch.as_tensor(squared_norm) / max_norm / max_norm  # not by c², which fp32 may be too narrow for
+    return share.clamp(min=1).rsqrt()
