@@ -413,6 +413,18 @@ def test_a_query_that_meets_no_key_of_a_global_estimator() -> None:
     assert not y.any() and x.grad is not None and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("beta2", [0.0, 0.9999, 1 - 1e-9])
+def test_decays_of_adam_near_one(beta2: float) -> None:
+    """In fp32 the steps are those of float64: 1 − β2^j is no difference of numbers that are rounded to 1."""
+    x, ys = torch.randn(1, 12, 8), []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        layer = TTTLayer(8, 2, Reconstruction(), Linear(norm=False), Adam(4, beta2=beta2, base_lr=0.1), output_norm=False).to(dtype)
+        layer.out.weight.data.fill_(1)
+        ys.append(layer(x.to(dtype))[0].double())
+    torch.testing.assert_close(*ys, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("most", [1e20, 1e38])
 def test_a_norm_whose_square_is_no_number_clips_nothing(most: float) -> None:
     x = torch.randn(1, 9, 8)

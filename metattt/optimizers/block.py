@@ -310,13 +310,18 @@ class Adam(BlockRule):
             first = (self.beta1 * first).add(x, alpha=1 - self.beta1)
             second = (self.beta2 * second).addcmul(x, x, value=1 - self.beta2)
             count = expand_like(age + 1, x)
-            mean = first / (1 - self.beta1**count)
+            mean = first / _begun(self.beta1, count)
             # The root has no derivative at 0: the floor keeps the outer gradient finite.
-            root = (second / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
+            root = (second / _begun(self.beta2, count)).clamp(min=self.eps**2).sqrt()
             moved = torch.addcdiv(commit, mean, root + self.eps, value=self.size)
             for slot, value in zip(after, (moved, first, second, age + 1), strict=True):
                 after[slot][name] = value
         return after
+
+
+def _begun(beta: float, count: Tensor) -> Tensor:
+    """`1 − β^count`, also for a β that fp32 rounds to 1."""
+    return -torch.expm1(math.log(beta) * count) if beta else torch.ones_like(count)
 
 
 Schedule = tuple[tuple[float, float, float], ...]
