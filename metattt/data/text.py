@@ -35,8 +35,9 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         context_length, batch_size, num_workers, document_reset: see `WindowData`.
         test_fraction: share of the documents of `path` kept for the split `test`, which neither training nor
             validation reads: settings are chosen on the validation text and reported on this one. The validation text
-            is the same without it. Of one document, it is the part before the validation text. Documents whose text
-            occurs twice count once, so that the splits share none. 0: no such split.
+            is the same without it, but for documents whose text occurs twice: they count once, so that the splits share
+            none (without a test split, a text may be in both). Of one document, it is the part before the validation
+            text. 0: no such split.
         split_seed: of the split alone, so that runs with different seeds read the same text. None: `seed`.
 
     Raises:
