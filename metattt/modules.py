@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from metattt.errors import NotFinite
 from metattt.memory_limit import check_memory_limit
 from metattt.state import Context
-from metattt.torch_private import FakeTensor, fake_mode, interpreter_stack, is_many
+from metattt.torch_private import FakeTensor, fake_mode, for_torch, interpreter_stack
 
 NORMALIZE_EPS = 1e-12  # of `F.normalize`
 SMALLEST_STEP = 1e-4  # of the initial Δ of state space models
@@ -207,7 +207,7 @@ def _products(padded: Tensor, dy: Tensor, width: int) -> Tensor:
     Some tokens at a time, for all taps: what lies in the cache is read as often as there are taps, memory once.
     """
     batch, length, dim = dy.shape
-    if torch.is_grad_enabled() or interpreter_stack() is not None or is_many(dy):  # for torch, as in `native.passes`
+    if for_torch(dy):
         return torch.stack([(padded[:, tap : tap + length] * dy).sum((0, 1)) for tap in range(width)])
     padded = padded.contiguous()
     stride = padded.stride(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: F401 - has a shape and a device, and no values
 from torch.utils import _pytree as pytree  # walks nested tuples and dictionaries
 
@@ -22,6 +23,12 @@ dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._l
 
 is_many = torch._C._functorch.is_legacy_batchedtensor
 """Whether a tensor stands for many, as in `torch.autograd.grad(..., is_grads_batched=True)`."""
+
+
+def for_torch(*cotangents: Tensor | None) -> bool:
+    """Whether a backward pass is for torch: someone differentiates it once more, or takes many at once."""
+    many = any(dy is not None and is_many(dy) for dy in cotangents)
+    return many or torch.is_grad_enabled() or interpreter_stack() is not None
 
 
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks

@@ -21,10 +21,10 @@ from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.base import Kernel, register_kernel
 from metattt.modules import RECORDING
-from metattt.native.passes import for_torch
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 from metattt.tasks.base import Views
+from metattt.torch_private import for_torch
 
 Results = tuple[Tensor, list[Tensor], list[Tensor]]
 """Predictions, laid out as `empty_like_tokens` does; the weights after the last mini-batch, on a GPU also M of the

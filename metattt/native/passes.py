@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from metattt.native.library import load
 from metattt.native.threads import divide
-from metattt.torch_private import dispatch_modes, function_modes, interpreter_stack, is_many
+from metattt.torch_private import dispatch_modes, for_torch, function_modes, interpreter_stack
 
 SOURCE = Path(__file__).with_name("passes.cpp")
 LEAST = 16  #: rows and gates must be multiples of so many numbers
@@ -64,12 +64,6 @@ def _run(name: str, sizes: Sequence[int], tensors: Sequence[Tensor | None], unit
         divide(lambda first, last: function(packed, ctypes.c_int64(first), ctypes.c_int64(last)), units, threads)
     else:
         function(packed, ctypes.c_int64(0), ctypes.c_int64(units))
-
-
-def for_torch(*cotangents: Tensor | None) -> bool:
-    """Whether a backward pass is for torch: someone differentiates it once more, or takes many at once."""
-    many = any(dy is not None and is_many(dy) for dy in cotangents)
-    return many or torch.is_grad_enabled() or interpreter_stack() is not None
 
 
 def _by_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
