@@ -127,6 +127,7 @@ static inline __attribute__((always_inline)) void exponential(Vector (&x)[N]) {
 // gelu of `a` by the tanh formula, and its derivatives where they are wanted, of N vectors together: one alone would be a
 // long chain of operations that wait for each other. With s = σ(2u), u = √(2/π)(a + 0.044715 a³), p = 2u':
 //     gelu = a s,   gelu' = s + a s(1−s)p,   gelu'' = s(1−s)(2p + a((1−2s)p² + p')).
+// Beyond ±16, where s(1−s) is 0, the derivatives take 16 for a: with a itself a⁵ is infinite from 1e8 on, and 0 times that no number.
 template <bool Slope, bool Curve, int N>
 static inline __attribute__((always_inline)) void gelu_of(
     const Vector (&a)[N], Vector (&value)[N], Vector (&slope)[N], Vector (&curve)[N]) {
@@ -141,10 +142,11 @@ static inline __attribute__((always_inline)) void gelu_of(
     for (int n = 0; n < N; ++n) {
         value[n] = a[n] * s[n];
         if (!Slope) continue;
-        const Vector ds = s[n] * s[n] * power[n], p = linear + 3 * cubic * a[n] * a[n];
-        slope[n] = s[n] + a[n] * ds * p;
+        const Vector most = a[n] > 16.0f ? splat(16.0f) : a[n], at = most < -16.0f ? splat(-16.0f) : most;  // NaN stays
+        const Vector ds = s[n] * s[n] * power[n], p = linear + 3 * cubic * at * at;
+        slope[n] = s[n] + at * ds * p;
         if (!Curve) continue;
-        curve[n] = ds * (2 * p + a[n] * ((1 - 2 * s[n]) * p * p + 6 * cubic * a[n]));
+        curve[n] = ds * (2 * p + at * ((1 - 2 * s[n]) * p * p + 6 * cubic * at));
     }
 }
 

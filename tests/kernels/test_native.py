@@ -147,6 +147,12 @@ def test_nan_is_not_lost(kind: str, name: str) -> None:
         assert name == "scale" or not found[key][1].any()
 
 
+def test_hidden_units_of_any_size() -> None:
+    """Where a GELU is flat the fifth power of its argument may be infinite in fp32: that is no derivative."""
+    x = inputs("mlp", tau="none")
+    check("mlp", x | {"k": 1e5 * x["k"], "q": 1e5 * x["q"]})
+
+
 LEARNERS: dict[str, Any] = {"linear": Linear, "mlp": MLP}
 
 

@@ -52,6 +52,16 @@ def test_outputs_states_and_gradients(case: Case) -> None:
     assert {name: error for name, error in errors.items() if error > operation.tolerance[case.dtype]} == {}
 
 
+def test_hidden_units_of_any_size() -> None:
+    """Where a GELU is flat the fifth power of its argument may be infinite in fp32: that is no derivative."""
+    case = Case("ttt_mlp", 16)
+    given = draw(case)[0]
+    given |= {name: 1e9 * given[name] for name in "qk"}
+    with launches(case):
+        found = with_gradients(OPERATIONS["ttt_mlp"].run, laid_out(given, case), None, case)
+    assert all(x.isfinite().all() for x in found.values())
+
+
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_what_is_rounded_does_not_grow(op: str) -> None:
     """Norms, token steps, short keys and small weights as at the beginning of training: the mean of z that rounded updates
