@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
 
@@ -24,12 +24,17 @@ def divide(function: Callable[[int, int], int], learners: int, threads: int) -> 
             while True:
                 found.append(function(*left.popleft()))
 
-    with suppress(RuntimeError):
-        for _ in range(threads - 1):
-            others.append(_threads().submit(work))
-    work()
-    for other in others:
-        other.result()
+    try:
+        with suppress(RuntimeError):
+            for _ in range(threads - 1):
+                others.append(_threads().submit(work))
+        work()
+        for other in others:
+            other.result()
+    except BaseException:  # Ctrl-C: the caller gives up memory that the others still write into
+        left.clear()
+        wait(others)
+        raise
     while len(found) < threads:  # one that was queued although its thread did not begin, and then taken by another
         time.sleep(1e-4)
     return found

@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
 from metattt.native import library as native
+from metattt.native.threads import divide
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.tasks.base import Views
@@ -127,6 +130,25 @@ def test_a_thread_that_outlives_the_main_one_goes_on() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[3, 3, 4]\n" and not done.stderr
+
+
+def test_an_interrupted_call_ends_when_no_thread_writes_any_more() -> None:
+    begun, ended = threading.Event(), list[int]()
+
+    def share(first: int, last: int) -> int:
+        if threading.current_thread() is threading.main_thread():
+            begun.wait(10)
+            raise KeyboardInterrupt
+        begun.set()
+        time.sleep(0.1)
+        ended.append(first)
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        divide(share, 3, 3)
+    before = list(ended)
+    time.sleep(0.2)
+    assert len(before) > 0 and ended == before
 
 
 @pytest.mark.parametrize("kind", KERNELS)
