@@ -84,6 +84,14 @@ def test_one_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     by_fla._disagreement.cache_clear()
 
 
+def test_a_decay_without_a_logarithm_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    q, eta = torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4)
+    views = by_fla.Pairs(k=q, v=q, q=q, p=None, b=None, eta=eta, a=torch.tensor([0.5, 0.0, 1.0, -0.5]).expand(1, 1, 4))
+    y = by_fla.run_rule(Rule(False, "head", False, False, False), torch.float32, views, torch.ones(1, 1, 2, 2))[0]
+    assert y[0, 0, :, 0].nan_to_num(-1).tolist() == pytest.approx([3, 2, 4, -1])  # not read as 1e-30: it is negative
+
+
 @pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "kda", "gla", "rwkv7", "gated_delta_product"])
 def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole layers in 16 bits, split, with gradients, and differentiated twice."""

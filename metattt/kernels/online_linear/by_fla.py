@@ -107,7 +107,7 @@ def run_rule(
     call, each = operation(rule.operation), k.shape[2] // q.shape[2]
     assert call is not None
     q = q.repeat_interleave(each, 2)
-    logs = None if a is None else a.clamp(min=SMALLEST).log()
+    logs = None if a is None else a.masked_fill(a.abs() < SMALLEST, SMALLEST).log()  # NaN, if negative
     step = eta.unsqueeze(-1)
     given: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
     if not rule.erases:
