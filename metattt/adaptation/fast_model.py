@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from metattt.errors import MetaTTTError, check_integer
-from metattt.functional import replica
+from metattt.functional import replica, with_values
 from metattt.inner.causality import same
 from metattt.inner.diagnostics import require_ids
 from metattt.models.language_model import LanguageModel
@@ -233,9 +233,9 @@ class FastModel:
             count = len(values[next(iter(held))])
             if count == 1:
                 alone = {attribute: value[0] for attribute, value in values.items()}
-                return functional_call(plain, alone, (x,))
+                return with_values(plain, alone)(x)
             _check_rows(key, x, count)
-            y: Tensor = vmap(lambda v, one: functional_call(plain, v, (one.unsqueeze(0),)).squeeze(0))(values, x)
+            y: Tensor = vmap(lambda v, one: with_values(plain, v)(one.unsqueeze(0)).squeeze(0))(values, x)
             padding = getattr(plain, "padding_idx", None)  # vmap keeps it from learning in the first document alone
             return y if padding is None else torch.where((x == padding).unsqueeze(-1), y.detach(), y)
 
