@@ -150,8 +150,8 @@ def _scored(
     groups = [documents[first : first + size] for first in range(0, len(documents), size)]
     adapter.reset()
     for group in track(groups, shown, console=console, transient=True, disable=not console.is_terminal):
-        adapter.reset() if resets else adapter.next_documents()
         began = time.perf_counter()
+        adapter.reset() if resets else adapter.next_documents()  # which learns what is left of the documents before
         score = (adapter.read if learns else adapter.score)(list(group))
         found = score.nats.double().cpu()  # waits for the device
         seconds += time.perf_counter() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ def test_a_run_adapts_to_texts(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert again["adapted"].bits_per_byte < 0.9 * again["as it is"].bits_per_byte
     carried = adapt(compose(*words, "fast=all", "audit=0", "reset=false", "data.max_tokens=100", job="adapt"))
     assert carried["adapted"].tokens == 3 * 99
+
+
+def test_learning_the_rest_of_a_document_takes_time_that_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Adapter.next_documents
+
+    def slow(self: Adapter) -> None:
+        time.sleep(0.2)
+        plain(self)
+
+    monkeypatch.setattr(Adapter, "next_documents", slow)
+    words = [f"checkpoint={run / 'run'}", f"data.path={run / 'texts'}", f"output_dir={run / 'times'}", "reset=false"]
+    found = adapt(compose(*words, *FEW, "audit=0", "data.max_tokens=9", job="adapt"))
+    assert found["adapted"].seconds > 0.6
 
 
 @pytest.mark.parametrize("audit", [1, 2])
