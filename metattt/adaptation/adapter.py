@@ -243,7 +243,9 @@ class Adapter:
         shapes = {name: tuple(value.shape[2:]) for name, value in state.weights["commit"].items()}
         if shapes != {name: tuple(value.shape[1:]) for name, value in self.fast.start.items()}:
             raise MetaTTTError(f"{path} holds other fast weights: make the adapter with the same fast and rank")
-        if not state.weights.keys() <= set(self.rule.slots) or state.waiting >= self.rule.mini_batch_size:
+        begun = set(self._begun(1).weights)  # before the first step; then all that the rule keeps is there, too
+        known = set(state.weights) in (begun, begun | {*self.rule.own_slots})
+        if not known or state.waiting >= self.rule.mini_batch_size:
             raise MetaTTTError(
                 f"{path} was made by another rule: make the adapter with the same rule and mini_batch_size"
             )

@@ -226,6 +226,9 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     close(beside.read(IDS.flip(1)).nats[:1], alone.read(IDS[:1].flip(1)).nats)
     with pytest.raises(MetaTTTError, match="made by another rule: make the adapter with the same rule"):
         Adapter(made, "lora", BlockMomentum(SIZE, lr="constant", momentum="constant")).load(tmp_path / "adapted.safetensors")
+    slower = Adapter(made, "lora", BlockMomentum(SIZE, lr="constant", momentum="constant"))
+    slower.read(IDS), slower.save(tmp_path / "momentum.safetensors")  # Adam has such a slot, and two more
+    refusal(lambda: other.load(tmp_path / "momentum.safetensors"), "made by another rule")
     for given, own in ((None, 3), (3, None), (3, 5)):
         before = Adapter(made, "lora", adam(), context=given)
         before.read(IDS[:, :20]), before.save(tmp_path / "context.safetensors")
