@@ -128,7 +128,7 @@ def _first(
         stop = place + 1 if document == number else len(one)
         difference = _differences(one[:stop], scored[document][:stop]).amax(-1)
         moved = (difference > noise) | difference.isnan()
-        moved[0] &= ~one[0].isnan().all()  # nothing predicts the first token
+        moved[:1] &= ~one[:1].isnan().all(-1)  # nothing predicts the first token
         if bool(moved.any()):
             token = int(moved.int().argmax())
             return Leak(document, token, (number, place), float(difference[token]))

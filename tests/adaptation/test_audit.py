@@ -227,6 +227,7 @@ def test_what_is_not_finite_is_no_leak_and_hides_none() -> None:
     assert list(leaks(ruled_out("look-ahead-1-True", torch.nan, last), TEXT[:1], V, places))
     refusal(lambda: next(leaks(honest(adapter()), TEXT, V, [-1, 100])), "are in no document")
     refusal(lambda: next(leaks(honest(adapter()), [], V)), "hold no tokens")
+    assert not list(leaks(honest(adapter(), together=True), [*TEXT, TEXT[0][:0]], V, places[:1]))
     refusal(lambda: next(leaks(lambda texts: honest(adapter())(texts)[:1], TEXT, V)), "of [26] tokens for documents of [26, 21]")
     refusal(lambda: next(leaks(each(lambda text: torch.zeros(len(text))), TEXT, V)), "return [n, V] for each")
     unpredicted = each(lambda text: F.pad(torch.zeros(len(text) - 1, V), (0, 0, 1, 0), value=torch.nan))
