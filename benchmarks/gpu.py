@@ -145,19 +145,22 @@ class Results:
 
     def __init__(self, file: Path):
         self.file, self.lock = file, threading.Lock()
-        self.lines: list[Line] = []
-        for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        text, known = file.read_text(encoding="utf-8") if file.is_file() else "", dict[str, Line]()
+        for one in text.splitlines():
             try:
-                self.lines.append(json.loads(text))
+                line = json.loads(one)
+                known[key(*_point(line))] = line  # the last one counts: others were tried again
             except ValueError:  # a line that was cut off when the machine went away
                 print(f"{file}: a damaged line is passed over", file=sys.stderr)
+        self.lines, self.cut_off = list(known.values()), text[-1:] not in ("", "\n")
 
     def append(self, line: Line) -> None:
         with self.lock:
             self.lines = [one for one in self.lines if key(*_point(one)) != key(*_point(line))] + [line]
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+                stream.write("\n" * self.cut_off + json.dumps(line, ensure_ascii=False) + "\n")
+                self.cut_off = False
         found = line.get("found", {})
         errors = " ".join(f"{name} {found[name]:.1e}" for name in ("outputs", "worst gradient") if name in found)
         told = line.get("failed") or (f"{found['ms, median']:.3f} ms" if "ms, median" in found else errors or "done")

@@ -268,6 +268,10 @@ def test_a_crash_costs_one_line_and_what_is_there_is_skipped(tmp_path: Path, mon
     assert len(asked) == 3
     gpu.Results(file).take(points, gpu.Settings(retry=True), 1e12)
     assert asked[3] == [2]
+    monkeypatch.setattr(gpu.subprocess, "run", lambda words, **_: SimpleNamespace(
+        returncode=0, stdout=line(json.loads(words[-1])[0]), stderr=""))  # fmt: skip
+    gpu.Results(file).take(points, gpu.Settings(retry=True), 1e12)
+    assert [one["found"] for one in gpu.Results(file).lines] == [{"ms, median": 1.0}] * 4  # nothing of the first try is left
 
 
 def test_the_stages_run_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
