@@ -113,5 +113,5 @@ def _cell(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -20,6 +20,7 @@ from comparisons.comparison import Claim, Row, order, ranked, spread, steps_agai
 from comparisons.jobs import Job, Result, Runner
 from comparisons.rows import rows
 from refusals_for_tests import refusal
+from report import markdown_table
 
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -235,6 +236,11 @@ def test_orders_are_told_as_they_came_out() -> None:
     assert "Not known, for want of figures, 1 of 4" in told
     sorted_ = ranked({"x": [2.0, 2.1], "y": [1.0, 1.1], "z": [2.05, 2.2]})
     assert sorted_ == "`y` 1.050 ± 0.071 < `x` 2.050 ± 0.071 ≈ `z` 2.125 ± 0.106"
+
+
+def test_cells_of_a_table() -> None:
+    lines = markdown_table([{"a": 999.7, "b": True, "c": 2}, {"a": None, "b": False, "c": 12345.6}])
+    assert lines[2:] == ["| 1000 | True | 2 |", "| – | False | 12346 |"]
 
 
 # -- the script for a GPU ----------------------------------------------------------------------------------------------
