@@ -25,12 +25,12 @@ import torch
 from common import Row, exit_code, settings, some
 from gpu_problems import DTYPES, ONLINE, OURS, measure, variants
 from peers import ON_A_GPU, PEERS
-from report import Report
+from report import Report, environment
 
 from metattt.errors import MetaTTTError, check_choice
 
 STAGES = ("correctness", "times", "peers", "tuning", "report")
-Line = dict[str, Any]  # kind, subject, case, and found or failed
+Line = dict[str, Any]  # kind, subject, case, and found (on what) or failed
 Point = tuple[str, str, dict[str, Any]]  # kind, subject and case of one result
 
 CASES: list[dict[str, Any]] = [  # of the checks, beside what differs from `DEFAULTS`
@@ -126,7 +126,8 @@ def main(words: Sequence[str]) -> int:
                 tables.setdefault(one["operation"], {}).setdefault(name, {}).update(values)
         content = json.dumps({"launches": found, "tables": tables}, indent=1)
         results.file.with_name("tuning.json").write_text(content + "\n", encoding="utf-8")
-    for path in page(results.lines).write(results.file.parent, "report", card=card):
+    there = next((line["on"] for line in reversed(results.lines) if "on" in line), {"device": card})
+    for path in page(results.lines).write(results.file.parent, "report", **there, card=card):
         print(f"written  {path}")
     failing = sorted({line["subject"] for line in results.lines if not line.get("found", {}).get("passed", True)})
     print(f"FAILED their checks: {', '.join(failing)}" if failing else f"{len(results.lines)} results")
@@ -207,7 +208,7 @@ def measuring(device: str, points: list[Point]) -> None:
     """In a process of its own: prints a line for each result."""
     for point in points:
         try:
-            line = _line(point) | {"found": measure(*point, device)}
+            line = _line(point) | {"found": measure(*point, device), "on": environment()}
         except Exception as error:  # its reason is the result; a device that gave an error may give no other result
             reason = (str(error).strip().splitlines() or [""])[0]
             print(json.dumps(_line(point) | {"failed": f"{type(error).__name__}: {reason}"}), flush=True)

@@ -13,6 +13,7 @@ from typing import Any
 import claims
 import gpu
 import pytest
+import report
 import speed
 import torch
 from comparisons import jobs
@@ -290,3 +291,6 @@ def test_the_stages_run_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.M
     tables = json.loads((tmp_path / "gpu/interpreter/report.json").read_text())["tables"]
     assert {row["passed"] for row in (*tables["check"], *tables["decode check"])} == {True}
     assert {"ttt_linear", "torch attention"} <= {row["subject"] for row in tables["time"]} and tables["decode"]
+    monkeypatch.setattr(report, "environment", lambda: {"device": "another", "torch": "0.1"})  # of the machine that makes the page
+    assert gpu.main(["report", "card=interpreter", f"output_dir={tmp_path}"]) == 0
+    assert "another" not in (page := (tmp_path / "gpu/interpreter/report.md").read_text()) and f"torch {torch.__version__}" in page
