@@ -173,6 +173,9 @@ def test_a_cell_runs_again_if_it_failed_or_its_configuration_changed(tmp_path: P
     monkeypatch.setattr(Job, "composed", "another")
     Runner(tmp_path, 1, 1, said.append).run([good])
     assert began == ["train"] * 4
+    record = tmp_path / bad.place / jobs.RECORD
+    record.write_text(json.dumps({"composed": "another", "spent": 100.0}))  # of a try that was stopped
+    assert Runner(tmp_path, 1, 1, said.append).run([bad])[0].seconds >= 100 and json.loads(record.read_text())["spent"] >= 100
     assert Job("a", "train", ("dim=8",)).place != Job("a", "train", ("dim=16",)).place
     monkeypatch.undo()  # what its words made stays where they cannot be composed any more
     wrong = Job("wrong", "train", ("nobody=1",))

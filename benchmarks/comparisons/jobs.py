@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a job: its files, whether it has all of them, why not, and the seconds that it took."""
+    """What became of a job: its files, whether it has all of them, why not, and the seconds that all its tries took."""
 
     job: Job
     folder: Path
@@ -123,8 +123,8 @@ class Runner:
         elif folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        known = {"overrides": job.overrides, "composed": composed}
-        write_whole(record, json.dumps(known).encode())
+        spent, known = known.get("spent", 0.0), {"overrides": job.overrides, "composed": composed}
+        write_whole(record, json.dumps(known | {"spent": spent}).encode())
         began = time.monotonic()
         words.append(f"output_dir={quoted(str(folder))}")
         log = folder / LOG  # `metattt.sweeps` stops when this process is gone
@@ -135,8 +135,9 @@ class Runner:
         self._running.add(process)
         code = process.wait()
         self._running.discard(process)
-        seconds = round(time.monotonic() - began, 1)
+        seconds = round(spent + time.monotonic() - began, 1)
         if code:
+            write_whole(record, json.dumps(known | {"spent": seconds}).encode())
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
             told = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
             return self._set(Result(job, folder, False, f"exit code {code}: {told}", seconds), "failed")
