@@ -75,7 +75,7 @@ GRID = [
 
 
 def ngrams(ids: Sequence[int], order: int) -> np.ndarray:
-    """`[n]` probability of every byte of a document, from the n-grams of up to `order` bytes that it has had so far
+    """`[n]` probability of every byte of a document, from what has followed the last `order` bytes, and fewer, so far
     (Witten and Bell, as `metattt.measures.ngram`, counted while reading)."""
     counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
     found = np.empty(len(ids))
@@ -180,7 +180,7 @@ def main(words: Sequence[str]) -> int:
         "takes no more time than adaptation."
     )
     report = Report("Learning while reading", text, tables, records=records, notes=notes)
-    for written in report.write(Path(chosen.output_dir), "adapt"):
+    for written in report.write(Path(chosen.output_dir), "adapt", device="cpu"):
         print(f"written  {written}")
     return 0
 

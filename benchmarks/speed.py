@@ -68,7 +68,8 @@ def main(words: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)  # now: a folder that cannot be made must not show after the work
     console = Console(highlight=False, soft_wrap=True)
     report = benchmark.run(lambda line: console.print(line, style="dim", markup=False))
-    for path in report.write(folder, name):
+    at = getattr(benchmark, "at", torch.device("cpu"))  # processes that read a sequence together have no GPU
+    for path in report.write(folder, name, **({} if at.type == "cuda" else {"device": at.type})):
         console.print(f"written  {path}", markup=False)
     for title, rows in report.tables.items():
         console.print("\n".join([title, *markdown_table(rows), ""]), markup=False)
