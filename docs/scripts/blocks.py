@@ -20,7 +20,7 @@ LAYERS = {
 
 
 def stdlib() -> str:
-    """How good the model of the first command is, over seeds."""
+    """How good the model of README's training command is, over seeds."""
     with (ROOT / "results/stdlib/runs.csv").open(encoding="utf-8", newline="") as file:
         found = {row["seed"]: float(row["validation/bits_per_byte"]) for row in csv.DictReader(file)}
     first, *others = (f"{found[seed]:.4f}" for seed in sorted(found))
