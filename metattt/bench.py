@@ -182,4 +182,5 @@ def _in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
 def _told(seconds: list[float] | None) -> str:
     if not seconds:
         return "–"
-    return f"{1000 * statistics.median(seconds):.3g} ({1000 * min(seconds):.3g} to {1000 * max(seconds):.3g})"
+    times = (1000 * one for one in (statistics.median(seconds), min(seconds), max(seconds)))
+    return "{} ({} to {})".format(*(f"{ms:.3g}" if ms < 999.5 else f"{ms:,.0f}" for ms in times))

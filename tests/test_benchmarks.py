@@ -23,6 +23,7 @@ from comparisons.rows import rows
 from refusals_for_tests import refusal
 from report import markdown_table
 
+from metattt import bench
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
@@ -245,6 +246,7 @@ def test_orders_are_told_as_they_came_out() -> None:
 
 
 def test_cells_of_a_table() -> None:
+    assert bench._told([1.2344, 0.01, 0.9997]) == "1,000 (10 to 1,234)"
     lines = markdown_table([{"a": 999.7, "b": True, "c": 2}, {"a": None, "b": False, "c": 12345.6}])
     assert lines[2:] == ["| 1000 | True | 2 |", "| – | False | 12346 |"]
 
