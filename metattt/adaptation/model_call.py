@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from inspect import signature
 from typing import Any
 
@@ -23,6 +24,7 @@ class Given(threading.local):
         read_before: tokens that the cache held before the call.
         embeddings: `[B, T, D]` of the tokens.
         entered: what has entered the last MLP.
+        uses: how often each module has been called: blocks may share one.
     """
 
     mask: Tensor | None = None
@@ -31,6 +33,9 @@ class Given(threading.local):
     read_before: int | None = None
     embeddings: Tensor | None = None
     entered: Tensor | None = None
+
+    def __init__(self) -> None:
+        self.uses: Counter[str] = Counter()
 
 
 class Call:
@@ -70,14 +75,15 @@ class Call:
 
     def state(self, name: str) -> Any:
         """The state of a module before this call; None at the start."""
-        held = states_in(self.given.cache).get(name)
+        held = states_in(self.given.cache).get(f"{name} {self.given.uses[name]}")
         if held is None and self.given.read_before:
             raise MetaTTTError("the cache has read tokens that the attached layers have not: begin with a new cache")
         return held
 
     def keep(self, name: str, state: Any) -> None:
         if self.given.cache is not None:
-            states_in(self.given.cache)[name] = state
+            states_in(self.given.cache)[f"{name} {self.given.uses[name]}"] = state
+        self.given.uses[name] += 1
 
     def valid(self, count: int) -> Tensor | None:
         """`[B, count]` real tokens of this call; None: all."""
@@ -102,7 +108,7 @@ class Call:
             raise MetaTTTError("packed documents need position_ids: let the collator have return_position_ids=True")
         given = self.given
         given.mask, given.cache, given.read_before, given.starts = mask, None, None, None
-        given.embeddings = words.get("inputs_embeds")
+        given.embeddings, given.uses = words.get("inputs_embeds"), Counter()
         if mask is None and isinstance(places, Tensor) and places.ndim == 2:  # as Transformers sees packed documents
             given.starts = document_starts(places)
 

@@ -108,6 +108,13 @@ def test_nothing_changes_at_the_start_and_streams_equal_one_pass(model: str, kin
     assert dict(again.named_parameters()).keys() == dict(own.named_parameters()).keys()
 
 
+def test_a_module_that_two_blocks_share_has_a_state_in_each() -> None:
+    made = llama()
+    made.model.layers[1].mlp = made.model.layers[0].mlp
+    trained(attached(made, "in_place"))
+    close(read_in_pieces(made, 6, 1, 9, 5)[0], made(IDS, use_cache=False).logits)
+
+
 def test_in_place_equals_the_published_computation() -> None:
     golden = np.load(Path(__file__).parents[1] / "golden" / "in_place_mlp.npz")
     held: dict[str, Tensor] = {name: torch.from_numpy(golden[name]) for name in golden.files}
