@@ -27,6 +27,9 @@ class Decay(nn.Module):
         self.fault = fault
         self.w, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
         self.a = nn.Parameter(torch.tensor(0.7))
+        self.calls = 0
+        if fault == "zero":
+            nn.init.zeros_(self.v.weight)
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, mask: Tensor | None = None, reset: Tensor | None = None
@@ -47,6 +50,12 @@ class Decay(nn.Module):
         read = self.w(x)
         if self.fault == "future":
             read = read + 1e-3 * x.mean(1, keepdim=True)
+        if self.fault == "zero":
+            read = read + x.roll(-1, 1)
+        if self.fault == "counts" and mask is not None:
+            mask = mask & (mask.cumsum(1) <= mask.sum(1).min())
+        if self.fault == "normed":
+            read, mask = nn.functional.layer_norm(x, (DIM,)), None
         if self.fault == "whole" and x.shape[1] % 16 == 0:
             read = read + 1e-3 * x.roll(-1, 1)
         if self.fault == "batch":
@@ -57,7 +66,7 @@ class Decay(nn.Module):
             mask = mask[:1].expand_as(mask)
         if (self.fault == "pieces" and state is not None) or (self.fault == "both" and mask is not None):
             reset = None
-        a = self.a.detach() if self.fault == "gradient" else self.a
+        a = self.a.detach() if self.fault == "gradient" else 1 if self.fault == "normed" else self.a
         outputs = []
         for t in range(x.shape[1]):
             keep = x.new_ones(len(x), 1) if mask is None else mask[:, t, None].to(x.dtype)
@@ -68,7 +77,11 @@ class Decay(nn.Module):
             s = torch.where(keep > 0, after, decayed)
             outputs.append(self.v(s))
         self.kept = s.sum()  # as a loss of the layer's own would be
-        y = torch.stack(outputs, dim=1)
+        y, self.calls = torch.stack(outputs, dim=1), self.calls + 1
+        if self.fault == "first" and self.calls == 1:
+            y = 2 * y
+        if self.fault == "kept" and reset is not None and x.shape[1] >= 16:
+            s = self(x, state, mask)[1]
         return (y.double() if self.fault == "type" else y), s
 
 
@@ -95,8 +108,10 @@ FAULTS = {  # the law that each is about, and those that may break with it
     "training": ("the same call gives the same",),
     "gradient": (DERIVATIVES, SPLITS),
     "chunk": (DERIVATIVES, SPLITS, PACKED, PADDING),
-    **dict.fromkeys(("reset", "pieces", "both", "even"), (PACKED,)),
-    **dict.fromkeys(("rows", "pad decays", "odd"), (PADDING, PACKED)),
+    "first": ("the same call gives the same",),
+    "zero": (FUTURE, SPLITS, PACKED, PADDING),
+    **dict.fromkeys(("reset", "pieces", "both", "even", "kept"), (PACKED,)),
+    **dict.fromkeys(("rows", "pad decays", "odd", "normed", "counts"), (PADDING, PACKED)),
     "stopped": (PADDING,),
     "type": ("float32 = float64",),
 }
@@ -104,7 +119,8 @@ FAULTS = {  # the law that each is about, and those that may break with it
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_breaks_its_law(fault: str) -> None:
-    kind = Stateless if fault in ("odd", "even") else Decay  # (pieces of several lengths would show these)
+    # (pieces of several lengths would show these)
+    kind = Stateless if fault in ("odd", "even", "zero", "counts") else Decay
     broken = {title for title, found in examine(Subject(partial(kind, fault), DIM, 16)) if found.failed}
     assert FAULTS[fault][0] in broken and broken <= set(FAULTS[fault])
 
