@@ -16,7 +16,7 @@ from metattt.layer import TTTLayer
 from metattt.nested import tensors_of
 from metattt.optimizers.block import BlockRule
 from metattt.state import State
-from metattt.testing.padding import masks, packing
+from metattt.testing.padding import alone, masks, packing
 from metattt.testing.rounding import FACTOR, forms_in, loss_of_the_oracle, precision, sensitivity
 from metattt.testing.sharing import aliasing, threads
 from metattt.testing.specimen import (
@@ -216,6 +216,7 @@ LAWS: dict[str, Law] = {
         Law("splits", "splits agree", splits, 1e-9),
         Law("causality", "no later token is seen", causality, 0.0),
         Law("limits", "b = 1 online, b >= T batch", limits, 1e-9),
+        Law("alone", "alone = in a batch", alone, 1e-9),
         Law("masks", "padding changes nothing", masks, 1e-9),
         Law("packing", "packed = separate", packing, 1e-9),
         Law("round_trips", "copies, saved states, eval()", round_trips, 1e-12),

@@ -1,4 +1,4 @@
-"""The laws about padded and packed sequences: every row must give the outputs of its tokens alone."""
+"""The laws about batches, padded and packed sequences: every row must give the outputs of its tokens alone."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ def masks(spec: Specimen) -> float:
             parts = run(layer, padded, [3, half, half + 1], mask=mask)  # different phases at every cut
             worst = max(worst, distance(parts.y, together.y), distance(_later(layer, parts.state, len(x)), later))
     return worst
+
+
+def alone(spec: Specimen) -> float:
+    """A sequence has the outputs that it has without the others of its batch."""
+    layer, x = spec.sample, spec.tokens()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        if distance(layer(x)[0], layer(x)[0]) > 1e-12:
+            raise NotApplicable("every call draws new random numbers")
+    # as the first row: by its place a sequence draws its noise
+    return max(distance(run(layer, rows[:1]).y, run(layer, rows).y[:1]) for rows in (x, x.flip(0)))
 
 
 def packing(spec: Specimen) -> float:

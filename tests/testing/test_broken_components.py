@@ -56,6 +56,7 @@ Detached = partial(Changed, lambda task, views, x: {"v": views.v.detach()})  # t
 # counts positions from the start of the call instead of the document
 CallPositions = partial(Changed, lambda task, views, x: {"q": views.q + torch.arange(x.shape[1]).view(-1, 1).sin()})
 OnlyTrained = partial(Changed, lambda task, views, x: {"k": views.k * (1 if task.training else 0.9)})
+PerSequence = partial(Changed, lambda task, views, x: {"v": views.v / len(x)})  # a mean over the batch
 # adds and subtracts a large number: nothing in fp64, all digits in bf16
 LosesDigits = partial(Changed, lambda task, views, x: {"q": views.q + 300 - 300, "v": views.v + 300 - 300})
 
@@ -176,6 +177,7 @@ BROKEN = [
     ("splits", CallPositions),
     ("causality", lambda: Foresight(4)),
     ("limits", lambda: AnchorDependent(4)),
+    ("alone", PerSequence),
     ("masks", lambda: TokenShift(minds_padding=False, minds_documents=True)),
     ("packing", lambda: TokenShift(minds_padding=True, minds_documents=False)),
     ("round_trips", Unsaved),
