@@ -279,7 +279,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=mamba layer.expand=1000000000", "lower dim, layer.expand"),
     ("layer=longhorn +learner.bias=false", "`+learner.bias=false` sets nothing: this layer has no learner"),
     ("layer=longhorn learner=mlp", "`learner=mlp` chooses nothing: this layer has no learner"),
-    ("layer=longhorn optimizer.base_lr=2", "`optimizer` is not a key"),
+    ("layer=longhorn optimizer.base_lr=2", "this layer has no optimizer"),
     ("layer=mamba2_mixer num_heads=3", "num_heads=3 does not divide dim=8"),
     ("layer=mamba2_mixer layer.head_dim=3", "layer.head_dim=3 does not divide layer.expand x dim = 16"),
     ("layer=mamba2_mixer layer.ngroups=3", "layer.ngroups=3 does not divide the 4 heads"),

@@ -151,8 +151,9 @@ def _layer(
         cfg = compose([*shared, f"layer={name}", *given])
         found: Any = OmegaConf.to_container(cfg.layer, resolve=True)
     except (MetaTTTError, OmegaConfBaseException) as error:
-        mentioned = (one for one in shared if key_of(one).partition(".")[0] in OWN and key_of(one) in str(error))
-        for_all = next(mentioned, None)
+        said_of = {one: (key_of(one), key_of(one).partition(".")[0]) for one in shared}
+        mentioned = [one for one, (key, part) in said_of.items() if part in OWN and key in str(error)]
+        for_all = next(iter(mentioned + [one for one in said_of if f"no {said_of[one][1]}:" in str(error)]), None)
         advice = f"\n`{for_all}` is for all blocks: for some, {KEY}.<layer>.{for_all}" if for_all else ""
         lines = str(error).replace("`layer=", "`").splitlines()  # here a name stands alone
         raise MetaTTTError(f"{KEY}.{place} ({name}): " + (lines[0] + advice if advice else "\n".join(lines))) from error

@@ -78,16 +78,24 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
             f"`trainer.{key}` belongs to {chosen}, where several processes read one sequence: choose that, and as many "
             "processes, e.g. trainer=time_parallel trainer.time_ranks=2 trainer.devices=2."
         )
+    if not owner and key in CUSTOM and key in groups(job):
+        return f"this layer has no {key}: leave out what sets it, or choose a layer that has one, e.g. layer=ttt_linear"
+    known = known_keys(parent)
+    part = _key_of_a_part(owner)
+    if part != owner and part in known and f"{part}.{key}" not in known:
+        return not_a_field(parent._get_root()._get_node(part), f"{part}.{key}", job)
     fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
-    near, known = nearest(key, fields), known_keys(parent)
+    near = nearest(key, fields)
     keys = set(known.values())
     suggestion = (
-        alias(full_key, keys)
+        (part != owner and known.get(f"{part}.{key}"))
+        or alias(full_key, keys)
         or _in_another_choice(owner, key)
         or (alias(key, [one for one in keys if one.startswith(f"{owner}.")]) if owner else known.get(key))
         or (near and f"{owner}.{near}".lstrip("."))
         or alias(key, keys)
-        or _elsewhere(owner, key, known)
+        or known.get(key)
+        or known.get(str(nearest(key, known, cutoff=0.8)))
     )
     command = "metattt.build()" if job == "build" else f"`metattt {job}`"
     said = f"`{key}` is not {f'a field of {owner}' if owner else f'a key of {command}'}."
@@ -128,13 +136,6 @@ def _in_another_choice(owner: str, name: str) -> str | None:
     having = [schema for (group, schema), target in REGISTERED.items() if group == owner and name in PARAMETERS[target]]
     choice = choice_of_schema(owner, name if name in having else having[0]) if having else None
     return f"{owner}={choice} {owner}.{name}" if choice else None
-
-
-def _elsewhere(owner: str, name: str, known: dict[str, str]) -> str | None:
-    """Where else a field called `name`, or nearly so, is."""
-    if owner.startswith("layer."):  # `layer.learner` only points at `learner`
-        return f"{owner.removeprefix('layer.')}.{name}"
-    return known.get(name) or known.get(str(nearest(name, known, cutoff=0.8)))
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
