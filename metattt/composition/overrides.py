@@ -98,9 +98,10 @@ def quote_free_text(override: str, sweep: bool = False) -> str:
         return override
     if key in LISTS and value.startswith("[") and value.endswith("]"):
         texts = _between_commas(value[1:-1])
-        if "${" in value or any(re.match("['\"[{]", text) for text in texts):
+        if "${" in value or any(text[0] in "[{" for text in texts):
             return override
-        return f"{start}[{','.join(map(quoted, texts))}]"  # a path may hold `=`, or spaces
+        texts = [text if re.fullmatch(QUOTED, text, flags=re.DOTALL) else quoted(text) for text in texts]
+        return f"{start}[{','.join(texts)}]"  # a path may hold `=`, or spaces
     if sweep and re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value):
         return override
     if sweep and len(texts := _between_commas(value)) > 1:

@@ -96,10 +96,11 @@ def test_free_text_is_taken_as_written(text: str) -> None:
 
 
 def test_overrides_that_are_not_text_are_left_alone() -> None:
-    for override in ("checkpoint=null", "prompt='quoted'", "data.path=['a',b]", "data.path=[]", "learner.depth=3", "~prompt", "prompt"):
+    for override in ("checkpoint=null", "prompt='quoted'", "data.path=['a','b']", "data.path=[]", "learner.depth=3", "~prompt", "prompt"):
         assert quote_free_text(override) == override
     assert quote_free_text("checkpoint=/a=b/x.ckpt") == "checkpoint='/a=b/x.ckpt'"
     assert quote_free_text("checkpoint=[/a=b/x, c d]") == "checkpoint=['/a=b/x','c d']"
+    assert quote_free_text("data.path=['c d',a=b]") == "data.path=['c d','a=b']"
     assert quote_free_text("checkpoint=/a=b/x,'c, d'", sweep=True) == "checkpoint='/a=b/x','c, d'"
     assert quote_free_text("init_from=null,run", sweep=True) == "init_from=null,'run'"
     assert quote_free_text("checkpoint=glob(*)", sweep=True) == "checkpoint=glob(*)"
