@@ -214,7 +214,7 @@ def explain_composition(error: BaseException, job: str) -> str:
         return not_chosen(named[1], job)
     if named := re.match(r"Multiple values for ([\w/]+)", line):
         return f"`+{named[1]}` would choose {named[1]} twice. Did you mean `{named[1]}`?"
-    if "Could not override" in line and "@" in line:  # the file's own group is the package of what it sets
+    if re.match("In '.*Could not override .*@", line):  # the file's own group is the package of what it sets
         line += " Begin the file with the line `# @package _global_`"
     return line
 

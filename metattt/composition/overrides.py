@@ -153,7 +153,7 @@ def _parse(override: str) -> Override:
 
 def _unreadable(override: str) -> str:
     key, equals, value = override.partition("=")
-    if not equals:
+    if not equals or not re.fullmatch(r"[+~]{0,2}[\w./@:-]*\w", key):  # quotes of the value would not help
         return f"`{override}` is not an override: write <key>=<value>, a value with spaces in quotes, 'prompt=a b'"
     text = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"`{override}` cannot be read: if the value is a text, write it in quotes of its own, \"{key}='{text}'\""
@@ -201,7 +201,7 @@ def _refuse_nothing(override: Override) -> None:
     values = value if isinstance(value, list) else [value]
     blank = key in FREE_TEXT and (not values or any(isinstance(one, str) and not one.strip() for one in values))
     if blank or not given.strip():
-        raise MetaTTTError(f"`{key}={given}` has no value, as from an unset variable: give one, or {key}=null")
+        raise MetaTTTError(f"`{key}={given}` has no value, as from an unset variable: give one, or leave it out")
 
 
 def _open(override: Override, text: str, opened: set[str]) -> str:
