@@ -96,6 +96,15 @@ class Dropout(Decay):
         return nn.functional.dropout(y, 0.1, self.training), state
 
 
+class Rounding(Decay):
+    """Computes in float32 inside, in another order where all tokens are there at once."""
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y, state = super().forward(x, state)
+        y = nn.functional.layer_norm(y.float(), (DIM,)).to(x.dtype)
+        return (y if x.shape[1] < 9 else (3 * y.float() / 3).to(x.dtype)), state
+
+
 FUTURE, SPLITS, PACKED = "no later token is seen", "splits agree", "packed = separate"
 PADDING, DERIVATIVES = "padding changes nothing", "gradients = finite differences"
 FAULTS = {  # the law that each is about, and those that may break with it
@@ -136,6 +145,12 @@ def test_sound_layers_break_no_law(make: type[nn.Module]) -> None:
 
 def test_dropout_is_no_fault() -> None:
     assert not [title for title, found in examine(Subject(Dropout, DIM)) if found.failed]
+
+
+def test_rounding_inside_is_no_fault_and_hides_none() -> None:
+    results = dict(examine(Subject(Rounding, DIM)))
+    assert not [title for title, found in results.items() if found.failed] and "rounding" in results[DERIVATIVES].note
+    assert [title for title, found in examine(Subject(partial(Rounding, "split"), DIM)) if found.failed] == [SPLITS]
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
