@@ -67,6 +67,8 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         loader = data.test_dataloader() if chosen.split == "test" else data.val_dataloader()
         with drawn_alike(model):
             scores[name] = score(model, loader, chosen.inner_loss_windows if chosen.inner_loss else 0)
+        if len(sources) > 1:  # now: the next one may be damaged
+            job.console.print(f"{name}: top-1 {scores[name].top1:.4f}")
         if chosen.inner_loss and not scores[name].inner:
             job.console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image")
     _print(job.console, scores, chosen.split)

@@ -59,6 +59,8 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         sizes, count = data.tokenizer.token_bytes, chosen.inner_loss_windows
         try:
             scores[name] = score(model, tracked(data.loader(split), "evaluating"), sizes, chosen.segment, start)
+            if len(texts) > 1:  # now: the next one may be damaged
+                job.console.print(f"{name}: {scores[name].loss:.4f} nats per token")
             skipped = inner_loss.unmeasured(model) if chosen.inner_loss else {}
             for number, reason in skipped.items():
                 job.console.print(f"no inner-loss curves of {name}, layer {number}: {reason}")

@@ -109,7 +109,8 @@ def test_several_runs_in_one_table_with_their_inner_losses(runs: Path, tmp_path:
     torch.testing.assert_close(first["a"].inner, found["a"].inner, rtol=1e-5, atol=0)
     names = {"images.csv", "images-2.csv", "inner_loss.csv", "inner_loss-2.csv"}
     assert {file.name for file in tmp_path.iterdir()} == names
-    assert "top-1 %" in capsys.readouterr().out and list(found) == ["a", "b"]
+    output = capsys.readouterr().out
+    assert f"a: top-1 {found['a'].top1:.4f}\nb: " in output and "top-1 %" in output and list(found) == ["a", "b"]
     by_model = {row["model"]: row for row in rows(tmp_path / "images-2.csv")}
     assert float(by_model["b"]["loss"]) == found["b"].loss and found["a"].loss != found["b"].loss
     assert list(found["a"].inner) == [1, 2] and all(len(losses) > 2 for losses in found["a"].inner.values())

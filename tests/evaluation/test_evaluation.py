@@ -230,6 +230,7 @@ def test_several_checkpoints_on_one_plot(runs: Path, tmp_path: Path, capsys: pyt
     ])  # fmt: skip
     output = capsys.readouterr().out
     assert code == 0 and "KernelEstimator" in output and "TTT" in output and "softmax" in output
+    assert output.index("TTT: ") < output.index("no inner-loss curves of softmax")  # said before the next one is read
     assert {file.name for file in tmp_path.iterdir()} == {"by_position.csv", "by_position.png", "inner_loss.csv"}
     assert (tmp_path / "by_position.png").read_bytes().startswith(b"\x89PNG")
     written = rows(tmp_path / "by_position.csv")
