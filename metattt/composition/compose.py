@@ -67,8 +67,9 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
             given both ways.
     """
     names = [one for one in overrides if isinstance(one, str) and one.isidentifier()]
-    if len(names) > 1:
-        raise MetaTTTError(f"build makes one layer, and {', '.join(names)} are {len(names)} names: give one")
+    named = [*names, *(one for one in overrides if names and isinstance(one, str) and key_of(one) == "layer")]
+    if len(named) > 1:
+        raise MetaTTTError(f"build makes one layer, and {', '.join(named)} are {len(named)} names: give one")
     given = [f"layer={one}" if one in names else one for one in overrides]
     for key, value in settings.items():
         if twice := next((one for one in given if isinstance(one, str) and key_of(one) == key), None):

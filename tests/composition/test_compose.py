@@ -62,6 +62,7 @@ def test_a_layer_by_keywords() -> None:
     assert repr(one) == repr(other) and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
     assert repr(build(layer="ttt_mlp", learner="linear")) == repr(build("layer=ttt_mlp", "learner=linear"))
     refusal(lambda: build("ttt_mlp", "dim=8", dim=16), "dim=16 and dim=8 set the same key: give one of them")
+    refusal(lambda: build("ttt_mlp", "layer=ttt_linear"), "ttt_mlp, layer=ttt_linear are 2 names: give one")
 
 
 def test_working_directory_does_not_matter(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
