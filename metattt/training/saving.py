@@ -185,7 +185,9 @@ class Checkpoints(WithSettings, Callback):
             at_end_of_step(checkpoint, self.validate_again)
 
     def _take_random(self, trainer: Trainer) -> None:
-        self._random = random_state(trainer.strategy.root_device)
+        """Between two steps: one that the end of the time, or a validation, cuts in two begins again on resuming."""
+        if not trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches:
+            self._random = random_state(trainer.strategy.root_device)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether a checkpoint is to be written now, as the first process decides."""

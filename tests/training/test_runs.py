@@ -19,7 +19,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Timer
 from refusals_for_tests import refusal
-from runs_for_tests import Killed, after_step, assert_equal, kill, log, rows, steps, tiny
+from runs_for_tests import Killed, after_step, assert_equal, column, kill, log, rows, steps, tiny
 
 from metattt.checkpoints import rolling
 from metattt.checkpoints.trained import read_checkpoint
@@ -375,6 +375,27 @@ def test_what_is_tried_first_and_what_ends_by_time_is_trained_by_the_next_job(co
         assert train(command("+trainer.max_time=00:00:01:00")) == 0 and steps(tmp_path / "run")[0] == 4
     assert sum(bool(row["validation/loss"]) for row in log(tmp_path / "run")) == 1  # with its last step, and not again
     assert train(command("+trainer.max_time=00:00:01:00")) == 0 and steps(tmp_path / "run")[0] == 8
+
+
+def test_a_step_that_the_end_of_the_time_cuts_in_two_begins_again(
+    corpus: Path, undisturbed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    draw(monkeypatch)
+    with monkeypatch.context() as patch:
+        step = LanguageModeling.training_step
+
+        def last(self: Any, ids: Any, index: int) -> Any:
+            if index == 10:  # the first batch of step 6
+                timer_of(self.trainer)._offset = 60.0
+            return step(self, ids, index)
+
+        patch.setattr(LanguageModeling, "training_step", last)
+        assert train(eight(corpus, run, *VARIANTS["accumulated"], "+trainer.max_time=00:00:01:00")) == 0
+    assert steps(run)[0] == 5
+    assert train(compose(f"resume={run}", "trainer.log_every_n_steps=1")) == 0
+    drawn = column(undisturbed["accumulated"], "drawn")
+    assert drawn and drawn.items() <= column(run, "drawn").items()
 
 
 def timer_of(trainer: Any) -> Timer:
