@@ -36,6 +36,8 @@ def take_apart(node: Any, tensors: dict[str, Tensor], path: str = "", seen: dict
     """
     seen = {} if seen is None else seen
     if isinstance(node, Tensor):
+        while path in tensors:  # keys 1 and "1", or "a/b" beside "a" with "b" in it
+            path += "+"
         shared = not isinstance(node, DTensor) and node.numel() > 0
         place = (node.device, node.data_ptr(), node.shape, node.stride(), node.dtype) if shared else path
         name = seen.setdefault(place, path)

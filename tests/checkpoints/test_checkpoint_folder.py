@@ -34,7 +34,7 @@ from metattt.checkpoints.record import (
     record_config,
     to_targets,
 )
-from metattt.checkpoints.tensors import read_described, take_apart, write_tensors
+from metattt.checkpoints.tensors import put_together, read_described, take_apart, write_tensors
 from metattt.checkpoints.trained import check_numbers, load_model
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
@@ -84,6 +84,12 @@ def others(found: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("node", [object(), {"a": {1, 2}}, [lambda: 0], b"bytes"])
 def test_what_is_not_plain_is_refused_by_its_place(node: Any) -> None:
     refusal(lambda: take_apart({"callbacks": node}, {}), "a checkpoint cannot hold")
+
+
+@pytest.mark.parametrize("node", [{1: torch.zeros(2), "1": torch.ones(3)}, {"a/b": torch.zeros(2), "a": {"b": torch.ones(3)}}])
+def test_tensors_whose_places_read_alike_stay_two(node: Any) -> None:
+    tensors: dict[str, Tensor] = {}
+    assert same(put_together(take_apart(node, tensors), tensors), node)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn])
