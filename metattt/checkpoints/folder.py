@@ -133,7 +133,7 @@ def read_checkpoint(folder: Path, tensors: Tensors = "all") -> dict[str, Any]:
     pieces: dict[str, Tensor] = {}
     for place, stored in metadata.storage_data.items():
         name, known = place.fqn, metadata.state_dict_metadata[place.fqn]
-        small = name not in names and "/state/" not in name
+        small = name not in names and not (name.startswith(f"{STATES}/") and "/state/" in name)
         wanted = {"all": True, "weights": name in names, "small": small, "none": False}[tensors]
         if not wanted or isinstance(known, BytesStorageMetadata):  # (the files hold tensors alone)
             continue

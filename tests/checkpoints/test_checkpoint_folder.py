@@ -54,7 +54,7 @@ def content(seed: int = 0, tokenizer: str | None = None) -> dict[str, Any]:
         "optimizer_states": [{"state": state, "param_groups": groups}],
         "callbacks": {
             "random": {"python": (3, (1, 2), None), "torch": torch.arange(6, dtype=torch.uint8)},
-            "own": {"$x": float("inf"), "listed": [True, {}, ((2,), [])]},
+            "own": {"$x": float("inf"), "listed": [True, {}, ((2,), [])], "state": {"mean": torch.arange(2.0)}},
         },
     }  # fmt: skip
 
@@ -124,6 +124,7 @@ def test_a_checkpoint_is_there_and_back(tmp_path: Path) -> None:
     assert all(WEIGHTS not in one and one["optimizer_states"][0]["state"] == {0: {"count": 7}} for one in (plain, small))
     assert "torch" not in plain["callbacks"]["random"]
     assert torch.equal(small["callbacks"]["random"]["torch"], torch.arange(6, dtype=torch.uint8))
+    assert torch.equal(small["callbacks"]["own"]["state"]["mean"], torch.arange(2.0))
     assert list(read_content(tmp_path / "one", "weights")[WEIGHTS]) == ["a", "b"]
     write_model(tmp_path / "two", content()[RECORD], content()[WEIGHTS], None)
     assert home(tmp_path / "two") == tmp_path / "two" and home(tmp_path / "one") == tmp_path
