@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning import Trainer
@@ -90,7 +91,10 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
 
 def validate_between_steps(trainer: Trainer) -> None:
     """Interprets `trainer.val_check_interval` as steps (or a share of them), not batches, so that it does not depend on
-    the number of processes; for data whose loader covers the whole run."""
+    the number of processes; for data whose loader covers the whole run. A time ends with the step under way."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop._should_check_val_fx = partial(_time_has_come, trainer)
     interval = getattr(trainer, "val_check_interval", None)  # Lightning keeps a time elsewhere
     if getattr(trainer, "fast_dev_run", 0) or trainer.max_steps <= 0:
         return
@@ -98,6 +102,13 @@ def validate_between_steps(trainer: Trainer) -> None:
         interval = max(1, int(interval * trainer.max_steps))
     if isinstance(interval, int):
         trainer.val_check_interval = min(interval, trainer.max_steps) * trainer.accumulate_grad_batches
+
+
+def _time_has_come(trainer: Trainer, fetcher: Any) -> bool:
+    """Whether to validate now: between two steps, and as the first process says, as clocks differ."""
+    loop = trainer.fit_loop.epoch_loop
+    due = not loop._should_accumulate() and type(loop)._should_check_val_fx(loop, fetcher)
+    return bool(trainer.strategy.broadcast(due))
 
 
 # -- the counts of batches in Lightning's checkpoints, which are changed in place --------------------------------------

@@ -398,6 +398,12 @@ def test_a_step_that_the_end_of_the_time_cuts_in_two_begins_again(
     assert drawn and drawn.items() <= column(run, "drawn").items()
 
 
+def test_validations_by_time_are_at_the_end_of_steps(corpus: Path, tmp_path: Path) -> None:
+    settings = ("trainer.accumulate_grad_batches=2", "trainer.val_check_interval=00:00:00:00", "trainer.max_steps=3")
+    assert train(tiny(corpus, tmp_path / "run", *settings)) == 0
+    assert [row["step"] for row in log(tmp_path / "run") if row["validation/loss"]] == ["1", "2", "3"]
+
+
 def timer_of(trainer: Any) -> Timer:
     return next(one for one in trainer.callbacks if isinstance(one, Timer))
 
