@@ -60,7 +60,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
 
     def configure(self) -> None:
         self._split_seed = self.seed if self.split_seed is None else self.split_seed
-        self.tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
+        self.tokenizer = ByteTokenizer()  # another one may take its place: `read_as`
         self._held_out: list[Document] = []  # of `validation_path`
         self._windows: dict[Split, np.ndarray] = {}
 
@@ -80,6 +80,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
 
     def read_as(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self._windows.clear()  # they may be of another one
 
     def sample_document(self) -> bytes:
         return self.split("validation")[0]

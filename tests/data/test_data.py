@@ -121,7 +121,9 @@ def test_validation_max_bytes_are_bytes_of_text_with_any_tokenizer(tmp_path: Pat
         (tmp_path / f"{number}.txt").write_text(f"the window of document {number} and the tokens of it " * 20)
     trained_tokenizer(tmp_path, tmp_path / "tokenizer.json")
     data = TextData(str(tmp_path), context_length=7, validation_max_bytes=200)
+    data.windows("validation")  # of bytes: they are cut anew
     data.read_as(tokenizer := load_tokenizer(str(tmp_path / "tokenizer.json")))
+    assert data.windows("validation").max() > 256
     assert 120 < tokenizer.token_bytes[data.windows("validation").astype(np.int64)].sum() <= 210
 
 
