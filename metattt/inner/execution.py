@@ -50,8 +50,8 @@ def in_groups(
         return in_a_loop(loop, tokens, memory, blocks, read)
     if not torch.is_grad_enabled() or transformed():
         return plainly(loop, tokens, memory, blocks, read)
-    if not _differentiable(loop, tokens, memory):  # inner gradients must not make the result look as if it were
-        with torch.no_grad():
+    if not _differentiable(loop, tokens, memory) and not _beside(loop, tokens, memory, read):
+        with torch.no_grad():  # inner gradients must not make the result look as if it were differentiable
             return plainly(loop, tokens, memory, blocks, read)
     if size is None:
         # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
@@ -60,13 +60,7 @@ def in_groups(
         size = 0 if few else max(least, round(math.sqrt(sum([block.times for block in blocks]))), 1)
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)
-    modes = [part.training for part in (loop.task, loop.learner, loop.rule)]
-    key = (read, loop.matmul_dtype, tuple(memory), *modes, *(x is None for x in tokens.tensors))
-    beside = loop.plan.beside.get(key)
-    if beside is None:
-        beside, others = captured(loop, tokens, memory, read)
-        if beside or not others:  # what needs no gradient in this call may need one in the next
-            loop.plan.beside[key] = beside
+    beside = _beside(loop, tokens, memory, read)
     if beside:
         loop.plan.say_stored(beside)
         return plainly(loop, tokens, memory, blocks, read)
@@ -86,7 +80,8 @@ def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
         if x is not None and x.requires_grad:
             return True
     weights = [x for named in memory.values() for x in named.values()]
-    return any(x.requires_grad for part in (loop.task, loop.learner, loop.rule) for x in (*weights, *part.parameters()))
+    parts = loop.task, loop.learner, loop.rule
+    return any(x.requires_grad for part in parts for x in (*weights, *part.parameters(), *part.buffers()))
 
 
 def plainly(
@@ -137,6 +132,18 @@ def recomputed(
     outputs = iter(through(body, *given))
     y = next(outputs) if read else None
     return y, named(after, outputs)
+
+
+def _beside(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
+    """The names of `captured`, found once for every kind of call."""
+    modes = [part.training for part in (loop.task, loop.learner, loop.rule)]
+    key = (read, loop.matmul_dtype, tuple(memory), *modes, *(x is None for x in tokens.tensors))
+    beside = loop.plan.beside.get(key)
+    if beside is None:
+        beside, others = captured(loop, tokens, memory, read)
+        if beside or not others:  # what needs no gradient in this call may need one in the next
+            loop.plan.beside[key] = beside
+    return beside
 
 
 def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> tuple[list[str], bool]:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+WITHOUT_GENERATOR = ("cpu", "meta")  # devices that have no random generator besides the host's
+
 
 def recompute(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """`body(*tensors)`, keeping only `tensors` for the backward pass. `body` must reach parameters through `tensors`
@@ -62,14 +64,14 @@ class _Recompute(torch.autograd.Function):
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Of the host's generator, and of the device's where it has one of its own."""
-    there = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    there = None if device.type in WITHOUT_GENERATOR else torch.get_device_module(device).get_rng_state(device)
     return torch.get_rng_state(), there
 
 
 @contextmanager
 def replay(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
     """Runs a block with the random state of the forward pass, then restores the present one."""
-    devices = [device] if device.type != "cpu" else []
+    devices = [] if device.type in WITHOUT_GENERATOR else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.set_rng_state(state[0])
         if state[1] is not None:

@@ -12,6 +12,7 @@ from refusals_for_tests import refusal
 from saved import SavedBytes
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import metattt
@@ -181,6 +182,28 @@ def test_a_closure_over_what_is_trained_later() -> None:
             layer(x)[0].square().sum().backward()
     stored, grouped = (layer.task.w.grad for layer in layers)
     assert distance(grouped, stored, 1e-3) < BOUND
+
+
+@pytest.mark.parametrize("count", [11, 160])
+def test_derivatives_of_what_is_reached_beside_a_frozen_layer(count: int) -> None:
+    """Nothing that the layer holds is trained; a buffer that a caller puts into it, and a closure's tensor, are."""
+    layer = beside("closure", 0).requires_grad_(False)
+    layer.task.register_buffer("c", torch.ones(DIM // 2, dtype=torch.float64))
+    x, given = torch.randn(1, count, DIM, dtype=torch.float64), layer.task.w.detach().clone().requires_grad_()
+    expected = torch.autograd.grad(functional_call(layer, {"task.w": given}, (x,))[0].square().sum(), given)
+    layer.task.weigh = lambda error: error * given
+    torch.testing.assert_close(torch.autograd.grad(layer(x)[0].square().sum(), given), expected)
+    layer.task.loss = lambda prediction, v: ((prediction - v).square() * layer.task.c).sum(-1)
+    given = given.detach().requires_grad_()
+    found = torch.autograd.grad(functional_call(layer, {"task.c": given}, (x,))[0].square().sum(), given)
+    torch.testing.assert_close(found, expected)
+    assert not layer(x)[0].requires_grad
+
+
+def test_shapes_of_a_long_sequence_without_numbers() -> None:
+    for needed in (True, False):
+        layer = make(MLP(), descent()).to("meta").requires_grad_(needed)
+        assert layer(torch.empty(1, 160, DIM, dtype=torch.float64, device="meta"))[0].requires_grad == needed
 
 
 class InTraining(Linear):
