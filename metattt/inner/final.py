@@ -15,7 +15,7 @@ from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory, choose, newest
 from metattt.optimizers.base import InnerOptimizer
-from metattt.state import State
+from metattt.state import WHOLE_CALL, State
 
 
 def steps(
@@ -94,7 +94,8 @@ def read_only(loop: Parts, q: Tensor, state: State, dtype: torch.dtype) -> Tenso
     memory = state.weights or loop.start(q.shape[0], dtype)
     commits = rule.read in ("previous", "committed")
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # as `plainly`
-        weights = memory["commit"] if commits else rule.current(memory, state.pos % size)
+        open_ = torch.zeros_like(state.pos) if size == WHOLE_CALL else state.pos % size  # a call leaves nothing open
+        weights = memory["commit"] if commits else rule.current(memory, open_)
         slow = {name: value.to(dtype) for name, value in loop.learner.slow.items()}
         loop = loop._replace(matmul_dtype=q.dtype, slow=slow)
         parts = q.to(dtype).split(size, dim=2) if mixes else [q.to(dtype)]

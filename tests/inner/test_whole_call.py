@@ -70,3 +70,18 @@ def test_padding_and_documents(case: str) -> None:
     parts = [layer(x[1:2, a:b]) for a, b in ((0, 3), (3, 9), (9, T))]
     torch.testing.assert_close(y[1:2], torch.cat([part for part, _ in parts], dim=1))
     torch.testing.assert_close(layer(x, state)[0][1:2], layer(x[1:2], parts[-1][1])[0])
+
+
+@pytest.mark.parametrize("read", ["previous", "block", "final"])
+def test_a_sequence_without_tokens_beside_others_and_a_read(read: str) -> None:
+    """What was learned is read as it stands: a rule with momentum takes no step of a read."""
+    words = f"optimizer.read={read}", "optimizer.mini_batch_size=null", "optimizer.pool=logits"
+    layer: Any = metattt.build("layer=lact", "dim=16", "num_heads=2", *words).double()
+    randomize(layer)
+    x, mask = tokens(), torch.tensor([[True], [False], [True]]).expand(3, T)
+    before = layer.learn(x)
+    found = layer.read(x, layer.learn(x.flip(1), before, mask=mask))
+    for row in range(3):
+        state = before.select(torch.tensor([row]))
+        state = layer.learn(x[row : row + 1].flip(1), state) if mask[row, 0] else state
+        torch.testing.assert_close(found[row : row + 1], layer.read(x[row : row + 1], state))
