@@ -122,6 +122,27 @@ def three_rates(x: Tensor) -> Gates:
     return Gates(x[..., :2].mT, weight_lr=x[..., None, :3].expand(-1, -1, 2, -1).transpose(1, 2))
 
 
+def test_gates_are_a_mean_however_small_its_weights_are() -> None:
+    """κ weighs the tokens of the mean that `move` receives, and a constant gate stays what it is."""
+    found = []
+
+    class Weighed(PerMiniBatch):
+        names = "ak"
+
+        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+            gates, state = super().gates(x, state, ctx)
+            return gates._replace(alpha=torch.full_like(gates.eta, 0.5), kappa=0.01 * gates.eta), state
+
+        def move(self, memory: Any, alpha: Tensor | None, beta: Tensor | None) -> Any:
+            found.append(alpha)
+            return super().move(memory, alpha, beta)
+
+    layer = layer_of(partial(Weighed, mini_batch_size=4))
+    found.clear()
+    layer(x)
+    assert found and all(torch.allclose(alpha, torch.full_like(alpha, 0.5)) for alpha in found)
+
+
 REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
     **{
         f"{what} and {name}": (make, rf"Mine gives {LETTERS[name]} beside {what}, .* optimizer\.{what}=")
