@@ -326,7 +326,8 @@ def fitted(
     for name, gate in zip(gates._fields, gates, strict=True):
         if gate is None:
             continue
-        own = gate.shape[3:] if name in ("weight_lr", "decay", "levels") or (name == "eta" and pairs) else ()
+        own = gate.shape[3:] if name in ("weight_lr", "decay", "levels") else ()
+        own = pairs if name == "eta" and gate.ndim == 4 else own
         heads = 1 if keeps_data and gate.shape[1:2] == (1,) else shape[1]  # learners of data share one for all
         if gate.shape != (shape[0], heads, shape[2], *own):
             gate = _expanded(f"the gate {name}", gate, (shape[0], heads, shape[2]), own)

@@ -72,3 +72,23 @@ def test_pairs_in_another_order_are_as_many_pairs() -> None:
     )
     assert compare(plain, shuffled) < BOUND
     assert few < 0.8 * many
+
+
+@pytest.mark.parametrize("form", ["auto", "primal", "summed"])
+def test_a_step_size_for_all_pairs_of_a_token(form: str) -> None:
+    """η `[B, H, T, 1]` stands for all pairs, as an axis of length 1 does elsewhere."""
+
+    class Plain(WindowViews):
+        def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
+            views, kept = super().views(x, state, ctx, projected)
+            return views._replace(weight=None), kept
+
+    class One(GradientDescent):
+        def prepare(self, views: Views, gates: Any, x: Tensor, state: Tensors, ctx: Context) -> Any:
+            return views, gates._replace(eta=gates.eta.unsqueeze(-1)), state
+
+    runs = []
+    for rule in (GradientDescent, One):
+        spec = Specimen(MLP, partial(Plain, window=3), partial(rule, 4, read="previous"), options={"form": form})
+        runs.append(run(spec.make(), spec.tokens(), grads=True))
+    assert compare(*runs) < BOUND
