@@ -248,6 +248,30 @@ def test_one_label_for_all_along_an_axis(learner: type[Learner], axis: int) -> N
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("form", ["auto", "dual"])
+@pytest.mark.parametrize("view", ["q", "v"])
+def test_a_view_of_another_type_is_a_number_for_all_that(view: str, form: str) -> None:
+    """Rounded to bf16 by the task, and computed with in the type of the layer."""
+    rules = (
+        ("squared", Linear(residual=False, norm=False), Momentum(1, "online")),
+        ("dot", Linear(residual=False, norm=False, bias=False), GradientDescent(1, "online")),
+    )
+    for loss, learner, rule in rules:
+        found = []
+        for narrow in (False, True):
+
+            class Rounded(Reconstruction):
+                def views(self, x: Tensor, state: Any, ctx: Any) -> Any:
+                    views, state = super().views(x, state, ctx)
+                    rounded = getattr(views, view).bfloat16()
+                    return views._replace(**{view: rounded if narrow else rounded.to(x.dtype)}), state  # noqa: B023
+
+            torch.manual_seed(0)
+            made = TTTLayer(16, 2, Rounded(loss=loss), copy.deepcopy(learner), copy.deepcopy(rule), form=form)
+            found.append(made(torch.randn(2, 9, 16))[0])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def mine(base: Any, name: str, value: Any, first: bool) -> Any:
     """A part whose constructor sets an attribute before that of its base class, or after it."""
     steps = [lambda self: setattr(self, name, value), base.__init__]

@@ -102,7 +102,7 @@ def plainly(
         rule = rule.bound(token_steps=lambda: tau)
     device = tokens.views.k.device.type
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # (autocast knows no meta device)
-        if loop.matmul_dtype != dtype:
+        if {x.dtype for x in tokens.views if x is not None} != {dtype}:
             alike = tokens.in_common  # stays so: a window of rows, not of copies
             views = [
                 rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if x is not None and alike and x.ndim == 5 else x
