@@ -139,6 +139,18 @@ def test_a_state_that_is_donated_before_the_backward_pass(name: str) -> None:
         loss.backward()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
+def test_a_donated_state_leaves_the_one_that_it_came_from(name: str) -> None:
+    """States of one mini-batch hold the same committed weights, and only the donated one may be written over."""
+    layer, x = build(f"layer={name}", dim=32, num_heads=2), torch.randn(1, 40, 32)
+    kept = layer(x[:, :5])[1]
+    expected, branch = layer(x[:, 5:], kept)[0], layer(x[:, 5:6], kept)[1]
+    for token in x[:, 6:].split(1, 1):
+        branch = layer(token, branch, donate_state=True)[1]
+    torch.testing.assert_close(layer(x[:, 5:], kept)[0], expected, rtol=0, atol=0)
+
+
 # -- what a kernel says it computes ------------------------------------------------------------------------------------
 
 

@@ -37,9 +37,8 @@ def advance(
     completes, names = phase + count == given.size, list(weights)
     start = [dense(x) for x in weights.values()]
     before = None if update is None else [dense(update[name].to(x.dtype)) for name, x in weights.items()]
-    committed: list[Tensor] | None = None
-    if completes:
-        committed = start if donate_state else [torch.empty_like(x) for x in start]
+    # W_a is new also where the state is donated: since the mini-batch began, all states have held the same one
+    committed = [torch.empty_like(x) for x in start] if completes else None
     updated: list[Tensor] | None = None
     if not completes or count > 1:  # the last token of a mini-batch needs no M after it
         updated = before if donate_state and before is not None else [torch.empty_like(x) for x in start]

@@ -147,7 +147,9 @@ class OnGPU(Operation):
             for index in range(count):
                 place = phase + index if count > 1 else phase
                 last = not isinstance(place, Tensor) and place == given.size - 1
-                new = None if not (last or isinstance(place, Tensor)) else weights if donate_state else _like(weights)
+                # W_a is written over only in steps that are recorded: other states of the mini-batch hold it, too
+                own = donate_state and isinstance(place, Tensor)
+                new = None if not (last or isinstance(place, Tensor)) else weights if own else _like(weights)
                 opened = None if last else before if donated and before is not None else _like(weights)
                 o, *views, eta = (x[:, :, index] for x in (y, q, k, v, tokens.gates.eta))
                 state = weights, before, new, opened
