@@ -36,7 +36,8 @@ def flops_per_window(model: LanguageModel, length: int) -> int:
         length: T, tokens that are predicted.
     """
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    return _of_model(model, model.blocks, ids, length, model.dim)
+    apart = model.blocks[: getattr(model, "prefix", None)]  # (`EndToEnd`: steps go back through the layers after it)
+    return _of_model(model, apart, ids, length, model.dim)
 
 
 def _of_model(model: nn.Module, holders: Iterable[Any], x: Tensor, count: int, dim: int) -> int:

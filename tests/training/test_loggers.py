@@ -15,7 +15,7 @@ from runs_for_tests import TINY, column, write_corpus
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.measures.flops import flops_per_window
+from metattt.measures.flops import count_flops, flops_per_window
 from metattt.training import step_statistics
 from metattt.training.resume import resumed
 from metattt.training.train import train
@@ -152,6 +152,14 @@ def test_operations_of_a_window() -> None:
     assert three - one == pytest.approx(2 * (one - 2 * length * 8 * vocabulary))
     linear = flops_per_window(empty("layer=ttt_linear", *sizes), length)
     assert linear < one and flops_per_window(empty("layer=ttt_mlp", *sizes), 2 * length) == pytest.approx(2 * one)
+
+
+def test_operations_of_steps_that_go_back_through_the_layers() -> None:
+    model = ("model=ttt_e2e", "layer=window_attention", "learner.window=8", "model.mini_batch_size=8", "model.vocab_size=32")
+    ids = torch.zeros(1, 24, dtype=torch.long, device="meta")
+    for suffix in (1, 2):
+        settings = (*model, "model.num_layers=2", f"model.suffix={suffix}")
+        assert flops_per_window(empty(*settings), 24) == count_flops(empty(*settings), ids)
 
 
 def test_a_layer_that_cannot_be_counted_ends_nothing() -> None:
