@@ -19,6 +19,7 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.hf.cache import MetaTTTCache
 from metattt.hf.config import MetaTTTConfig
+from metattt.models.block import INIT_STD
 from metattt.models.language_model import LanguageModel, document_starts
 from metattt.optional import need
 
@@ -266,7 +267,10 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
         """As every model of Transformers: more or fewer tokens."""
+        count = self.config.vocab_size
         embedding: nn.Embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        for one in () if mean_resizing else (embedding, self.model.head):  # torch has drawn them for other models
+            nn.init.normal_(one.weight[count:], std=INIT_STD)
         self.model.vocab_size = embedding.num_embeddings
         assert self.config.metattt is not None
         self.config.metattt["config"]["model"]["vocab_size"] = self.config.vocab_size = embedding.num_embeddings

@@ -474,6 +474,9 @@ def test_another_vocabulary(exported: Path, tmp_path: Path) -> None:
     again = load(tmp_path)
     assert again.config.vocab_size == again.model.vocab_size == 260
     torch.testing.assert_close(again(ids).logits[..., :257], wanted)
+    model.resize_token_embeddings(400, mean_resizing=False)  # then rows are drawn as those of a new model
+    assert 0.01 < model.model.embedding.weight[260:].std() < 0.03
+    torch.testing.assert_close(model(ids).logits[..., :257], wanted)
 
 
 def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
