@@ -141,7 +141,7 @@ def test_operations_of_an_image_and_the_model_as_it_was() -> None:
     assert model.blocks[0].attn.layer.optimizer.seed == 3 and not next(model.parameters()).is_meta
 
 
-@pytest.mark.parametrize("layer", ["ttt_mlp", "delta_net", "lact"])
+@pytest.mark.parametrize("layer", ["ttt_mlp", "delta_net", "lact", pytest.param("nested_ttt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("left_over", [0, 3])
 def test_mini_batches_are_counted_without_running_all(layer: str, left_over: int) -> None:
     module = build(f"layer={layer}", "dim=16", "num_heads=2", "optimizer.mini_batch_size=4").to("meta")
