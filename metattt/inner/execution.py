@@ -102,7 +102,10 @@ def plainly(
         rule = rule.bound(token_steps=lambda: tau)
     device = tokens.views.k.device.type
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # (autocast knows no meta device)
-        if {x.dtype for x in tokens.views if x is not None} != {dtype}:
+        other = loop.matmul_dtype != dtype
+        for x in tokens.views:  # a task of one's own may round one alone
+            other = other or (x is not None and x.dtype != dtype)
+        if other:
             alike = tokens.in_common  # stays so: a window of rows, not of copies
             views = [
                 rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if x is not None and alike and x.ndim == 5 else x
