@@ -95,8 +95,8 @@ class Data(WithSettings):
         """Finds or reads the data, once; called before the first batch is asked for."""
 
     def describe(self) -> str:
-        """Where the data is from and how much there is, in a line."""
-        raise NotImplementedError
+        """Where the data is from and how much there is, in a line; the name of the class, unless it says more."""
+        return type(self).__name__
 
     def fingerprint(self) -> str | None:
         """What tells this data from other data wherever it is, a short text; None if it is always the same."""

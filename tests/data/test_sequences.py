@@ -43,6 +43,19 @@ class Constant(RecallData):
         return super().draw(np.random.default_rng(0))
 
 
+class Bits(SequenceData):
+    """What the documentation asks of data of one's own: `draw`, and nothing else."""
+
+    vocab_size, length = 2, 16
+
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        return (bits := random.integers(0, 2, self.length)), bits
+
+
+def test_data_of_ones_own_need_not_describe_itself() -> None:
+    assert Bits().describe() == "Bits"
+
+
 def evaluated(run: Path, *overrides: str) -> Any:
     return evaluate(compose(f"checkpoint={run}", *overrides, "device=cpu", job="eval"))[run.name]
 
