@@ -35,6 +35,11 @@ def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
         MetaTTTError: what the constructor refuses, in its own words; whatever else goes wrong, with the key and the
             class.
     """
+    if isinstance(cfg[key], DictConfig) and "_target_" not in cfg[key]:
+        raise MetaTTTError(
+            f"nothing says what {key} is: give {key}._target_, or in a file of your own begin with the `defaults` of a "
+            f"file in metattt/configs/{key}"
+        )
     try:
         return hydra.utils.instantiate(cfg[key], _convert_="all", **options)
     except MetaTTTError:

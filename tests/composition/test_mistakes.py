@@ -123,6 +123,12 @@ def test_a_model_that_takes_no_layers() -> None:
     refusal(lambda: instantiate_model(cfg), "model._target_=torch.nn.Linear: got an unexpected keyword argument 'layer'")
 
 
+def test_a_layer_that_nothing_makes() -> None:
+    cfg = compose("dim=16", "num_heads=2")
+    cfg.layer = {"gate": True}  # what `base/ttt_layer@layer` is missing for
+    refusal(lambda: instantiate_model(cfg), "nothing says what layer is: give layer._target_, or")
+
+
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("metattt.composition.compose.compose", Mock(side_effect=KeyboardInterrupt))
     assert main(["train"]) == 130
