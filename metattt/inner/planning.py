@@ -141,7 +141,7 @@ def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...
     Raises:
         WrongReturn: it is no such pair.
     """
-    if type(found) is not tuple or len(found) != 2 or not isinstance(found[0], tuple):
+    if type(found) is not tuple or len(found) != 2 or not hasattr(found[0], "_fields"):
         name = type(found).__name__
         raise WrongReturn(
             f"{type(part).__name__}.{method} returns a {name}: it must return ({kind.__name__}, state), with the state "

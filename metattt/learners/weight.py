@@ -53,8 +53,10 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
     """
     named = isinstance(weights, Mapping) and all(isinstance(weight, Weight) for weight in weights.values())
     if not isinstance(weights, Mapping) or not named or (needed and not weights):
+        kinds = {name: type(weight).__name__ for name, weight in getattr(weights, "items", dict)()}
         raise MetaTTTError(
-            f"{kind}.weights returns {weights}: it must return a Weight by name, such as {{'w': Weight((d_in, d_out))}}"
+            f"{kind}.weights returns {kinds or weights}: it must return a Weight by name, such as "
+            "{'w': Weight((d_in, d_out))}"
         )
     for name, weight in weights.items():
         shape, value = weight.shape, weight.value
