@@ -109,14 +109,14 @@ def read_in_pieces(
     views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
     begun = now = rule.current(loop.start(len(x), gates.eta.dtype), 0)
     if state.weights:
-        now = rule.current(state.weights, state.phase or 0)
+        now = rule.current(state.weights, state.pos % rule.mini_batch_size)
     tokens, first = Tokens(views, gates), 0
     for length in lengths:
         here = slice(first, first + length)
         piece, part, first = tokens.map(lambda view: view[:, :, here]), x[:, here], first + length  # noqa: B023
         before = now
         _, state = loop.run(piece, state, layer.call(part, state))
-        now = rule.current(state.weights, state.phase or 0)
+        now = rule.current(state.weights, state.pos % rule.mini_batch_size)
         yield piece, begun, before, now
 
 

@@ -15,6 +15,7 @@ from runs_for_tests import write_corpus
 from metattt.composition.compose import build, compose
 from metattt.measures import inner_health
 from metattt.measures.inner_health import Health, layer_health
+from metattt.measures.inner_steps import read_in_pieces
 from metattt.models import LanguageModel
 from metattt.training.inner_health import InnerHealth, complaints
 from metattt.training.train import train
@@ -59,6 +60,16 @@ def test_losses_are_those_of_the_weights_before_and_after_a_token(monkeypatch: p
         torch.testing.assert_close(getattr(found, name), mean.mean((0, 1)))
     for name, larger in (("rising", after > before), ("worse", before > start)):
         assert torch.equal(getattr(found, name), larger.double().mean((0, 1)))
+
+
+def test_weights_after_sequences_of_different_lengths() -> None:
+    layer, x, mask = build("ttt_mlp", dim=16, num_heads=2), torch.randn(2, 9, 16), torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :3] = False
+    with torch.no_grad():
+        states = (layer(x, mask=mask)[1], layer(x[1:, 3:])[1])
+        (_, _, *padded), (_, _, *alone) = (next(read_in_pieces(layer, x[:, :4][-len(s.pos):], s, [4])) for s in states)
+    for a, b in zip(padded, alone, strict=True):
+        torch.testing.assert_close({name: w[1:] for name, w in a.items()}, b)
 
 
 def test_steps_that_are_too_long_are_seen() -> None:
