@@ -109,15 +109,20 @@ def read_in_pieces(
     views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
     begun = now = rule.current(loop.start(len(x), gates.eta.dtype), 0)
     if state.weights:
-        now = rule.current(state.weights, state.pos % rule.mini_batch_size)
+        now = rule.current(state.weights, _filled(state, rule.mini_batch_size))
     tokens, first = Tokens(views, gates), 0
     for length in lengths:
         here = slice(first, first + length)
         piece, part, first = tokens.map(lambda view: view[:, :, here]), x[:, here], first + length  # noqa: B023
         before = now
         _, state = loop.run(piece, state, layer.call(part, state))
-        now = rule.current(state.weights, state.pos % rule.mini_batch_size)
+        now = rule.current(state.weights, _filled(state, rule.mini_batch_size))
         yield piece, begun, before, now
+
+
+def _filled(state: State, size: int) -> int | Tensor:
+    """Tokens of the open mini-batch; `[B]` where they differ."""
+    return state.pos % size if state.phase is None else state.phase
 
 
 def learns(layer: object) -> TypeGuard[TTTLayer]:
