@@ -89,7 +89,7 @@ class ScanBlock(Mixer):
             step = self.positive(step + steps.bias.to(accum_dtype) if plain else step)
             if ctx.valid is not None:
                 step = step * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
-            h = memory["memory"] if memory else v.new_zeros(len(x), self.width, self.d_state)
+            h = memory["memory"].to(accum_dtype) if memory else v.new_zeros(len(x), self.width, self.d_state)
             starts = () if ctx.first is None else (ctx.first,)
             chunk, tokens = partial(self._chunk, len(starts)), (q, step, v, k, *starts)
             y, h = by_chunks(chunk, h, tokens, self.rates(accum_dtype), self.chunk_size, self.group_size)

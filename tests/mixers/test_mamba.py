@@ -48,11 +48,14 @@ def test_in_transforms(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_made_wider_goes_on_from_its_state(name: str) -> None:
+def test_a_layer_made_wider_or_narrower_goes_on_from_its_state(name: str) -> None:
     layer, x = make(name).float(), tokens()
     state = layer(x[:, :9].float())[1]
-    wide = layer.double()(x[:, 9:], state)[0]
+    wide, after = layer.double()(x[:, 9:], state)
     torch.testing.assert_close(wide, layer(x[:, 9:], state.to(torch.float64))[0], rtol=1e-6, atol=1e-6)
+    narrow, last = layer.float()(x.float(), after)
+    torch.testing.assert_close(narrow, layer(x.float(), after.to(torch.float32))[0], rtol=0, atol=0)
+    assert last.learner["memory"].dtype == torch.float32
 
 
 def test_initial_values() -> None:
