@@ -122,8 +122,8 @@ class KernelEstimator(NonParametric):
         if "position" in state:
             visible = Window(self.window or 1, self.sinks).visible(ctx.positions, state["position"])
         elif "document" in state:
-            document = state["document"]
-            visible = visible & (document == document.max(1, keepdim=True).values).unsqueeze(1)
+            document = state["document"]  # −1 for padding, which none reads, also where there is nothing else
+            visible = visible & (document == document.max(1, keepdim=True).values.clamp(min=0)).unsqueeze(1)
         return self.finished(self.estimate(q, k, v, visible.unsqueeze(1)), q)
 
     def finished(self, y: Tensor, q: Tensor) -> Tensor:

@@ -67,3 +67,11 @@ def test_a_query_that_sees_nothing_is_answered_with_zero(kernel: str) -> None:
     layer = metattt.build("layer=window_attention", "learner.window=4", f"learner.kernel={kernel}", "dim=8", "num_heads=4")
     y = layer.read(torch.randn(2, 5, 8), layer.learn(torch.randn(2, 6, 8), mask=torch.tensor([[True], [False]]).expand(2, 6)))
     assert y[0, :3].all() and not y[0, 3:].any() and not y[1].any()
+
+
+@pytest.mark.parametrize("window", ["null", "4"])
+def test_what_a_sequence_without_tokens_reads_is_the_learned_point_alone(window: str) -> None:
+    layer = metattt.build("layer=attention", f"learner.window={window}", "learner.learn_init=true", "dim=8", "num_heads=4")
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[True], [False]]).expand(2, 5)
+    y = layer.read(x, layer.learn(torch.randn(2, 5, 8), mask=mask))
+    torch.testing.assert_close(y[1:], layer.read(x[1:], None))
