@@ -89,11 +89,10 @@ class KernelEstimator(NonParametric):
         `state` holds keys and values `[B, G, S, d]` (G heads, as the task makes them) and, where sequences differ,
         `document` `[B, S]` (−1 for padding); with a window, what `Window.scan` says.
         """
+        self._check_state(state)
         if self.window is not None:
             y, after = Window(self.window, self.sinks).scan(self.estimate, views, state, ctx)
             return self.finished(y, views.q), after
-        if "position" in state:
-            raise MetaTTTError("the state is from another layer: it has a window, and this one has learner.window=null")
         k, v, q = views[:3]
         count, past = q.shape[2], state["k"].shape[2] if state else 0
         document = documents(state, ctx, past)
@@ -116,15 +115,30 @@ class KernelEstimator(NonParametric):
         """See `NonParametric.read`."""
         if not state and not self.learn_init:
             raise MetaTTTError(f"{type(self).__name__} has learned nothing yet: call learn first")
+        self._check_state(state)
         k, v, q = views[:3]
         k, v = (state[name].to(q.dtype) if state else x[:, :, :0] for name, x in (("k", k), ("v", v)))
         visible = torch.ones(q.shape[0], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        if "position" in state:
-            visible = Window(self.window or 1, self.sinks).visible(ctx.positions, state["position"])
+        if state and self.window is not None:
+            visible = Window(self.window, self.sinks).visible(ctx.positions, state["position"])
         elif "document" in state:
             document = state["document"]  # −1 for padding, which none reads, also where there is nothing else
             visible = visible & (document == document.max(1, keepdim=True).values.clamp(min=0)).unsqueeze(1)
         return self.finished(self.estimate(q, k, v, visible.unsqueeze(1)), q)
+
+    def _check_state(self, state: Tensors) -> None:
+        """Raises an error for the state of a learner with another window, or where only one of both has a window."""
+        if not state or (self.window is None and "position" not in state):
+            return
+        if self.window is None:
+            raise MetaTTTError("the state is from another layer: it has a window, and this one has learner.window=null")
+        places = state["position"].shape[1] if "position" in state else -1
+        if not self.sinks <= places < self.sinks + self.window:
+            found = f"{places} places" if places >= 0 else "no window"
+            raise MetaTTTError(
+                f"the state is from another layer: it holds {found}, this one has learner.window={self.window} and "
+                f"learner.sinks={self.sinks}"
+            )
 
     def finished(self, y: Tensor, q: Tensor) -> Tensor:
         """Predictions from averages `y` `[B, H, T, d]`: with the constant, the norm and the queries `q`."""

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 
@@ -69,9 +68,6 @@ class Window:
             state: `k`, `v` `[B, G, S, d]` and `position` `[B, S]`: places for the `sinks` first tokens of the document,
                 then for the last others, `size − 1` once so many were read. Empty at the start.
             ctx: as for `NonParametric.scan`.
-
-        Raises:
-            MetaTTTError: the state of a learner without a window, or with another.
         """
         k, v, q = views[:3]
         document = torch.zeros_like(ctx.positions) if ctx.first is None else ctx.first.cumsum(1)
@@ -106,16 +102,9 @@ class Window:
             shape = list(new.k.shape)
             k, v = (x.new_zeros(*shape[:2], self.sinks, x.shape[3]) for x in (new.k, new.v))
             state = {"k": k, "v": v, "position": new.position.new_full((shape[0], self.sinks), EMPTY)}
-        places = state["position"].shape[1] if "position" in state else -1
-        if not self.sinks <= places < self.sinks + self.size:
-            found = f"{places} places" if places >= 0 else "no window"
-            raise MetaTTTError(
-                f"the state is from another layer: it holds {found}, this one has learner.window={self.size} and "
-                f"learner.sinks={self.sinks}"
-            )
         k, v = state["k"].to(new.k.dtype), state["v"].to(new.v.dtype)
         data = Data(k, v, torch.zeros_like(state["position"]), state["position"])
-        return data.cut(0, self.sinks), data.cut(self.sinks, places)
+        return data.cut(0, self.sinks), data.cut(self.sinks, data.position.shape[1])
 
     def _seen(self, positions: Tensor, document: Tensor, data: Data, real: bool = False) -> Tensor:
         """`[B, 1, T, S]`: which data the queries see; the last T places of `data` are their own tokens. `real`: there

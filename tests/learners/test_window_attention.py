@@ -33,9 +33,11 @@ def test_the_state_stops_growing_at_the_window(sinks: int) -> None:
     assert state is not None and state.learner["k"].shape[2] == sinks + 5
     longer = layer(torch.randn(2, 40, DIM, dtype=torch.float64))[1]
     assert longer.nbytes == sizes[-1]
-    for other in (make(4, sinks), make(None)):
-        with pytest.raises(MetaTTTError, match="the state is from another layer"):
-            other(torch.randn(2, 1, DIM, dtype=torch.float64), state)
+    endless = make(None)(torch.randn(2, 9, DIM, dtype=torch.float64))[1]
+    for other, theirs in ((make(4, sinks), state), (make(None), state), (layer, endless)):
+        for call in (other, other.read):
+            with pytest.raises(MetaTTTError, match="the state is from another layer"):
+                call(torch.randn(2, 1, DIM, dtype=torch.float64), theirs)
 
 
 def test_autocast_keeps_positions() -> None:
