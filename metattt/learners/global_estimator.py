@@ -83,7 +83,8 @@ class GlobalEstimator(NonParametric, takes=()):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=valid, scale=scale), {"count": ctx.lengths}
         if valid is not None:
             k = torch.where(valid.mT, k, 0)
-        if self.normalize:  # h cancels
+        if self.normalize:  # h cancels, and so does the number of tokens: sums over all would be infinite in fp16
+            k = k / k.shape[2]
             weights = k.mT @ v
             total = (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
             # Where all kernels are 0 (elu + 1 rounds to 0 from about −17 on, in bf16 from −6 on; the query of padding
