@@ -38,6 +38,7 @@ from metattt.composition.messages import first_line
 from metattt.data.sources import is_local
 from metattt.errors import MetaTTTError
 from metattt.optional import need
+from metattt.training.batches import batch_share
 from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
 from metattt.training.compiling import CompileWherePays
@@ -121,6 +122,8 @@ def _run(begin: Start, console: Console) -> int:
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
+    if share := batch_share(trainer)[0]:  # other dropout and corruption in other windows
+        seed_everything((cfg.seed + share) % 2**32, verbose=False)
     if cfg.trainer.get("precision") == "64-true":  # Lightning restores weights before it makes them so
         module.double()
     notes = []

@@ -10,6 +10,7 @@ import torch
 from processes_for_tests import Program, two_processes
 from refusals_for_tests import refusal
 from runs_for_tests import log, write_corpus
+from torch import Tensor
 
 from metattt.checkpoints.convert import convert
 from metattt.checkpoints.files import find_checkpoint
@@ -22,6 +23,7 @@ from metattt.generation.generate import generate
 from metattt.training.batches import plan_batches
 from metattt.training.building import Builder
 from metattt.training.launchers import processes
+from metattt.training.text_module import LanguageModeling
 from metattt.training.train import train
 
 TINY = (
@@ -165,6 +167,24 @@ def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.Monk
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     assert processes(ddp) == {"devices": 2, "num_nodes": 3}
+
+
+def test_processes_that_read_other_windows_draw_other_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "corpus")
+    drawn: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    for share in range(2):
+
+        def look(module: LanguageModeling, share: int = share) -> None:
+            drawn[share], weights[share] = torch.rand(4), module.model.head.weight.detach().clone()
+
+        monkeypatch.setattr("metattt.training.train.batch_share", lambda _, share=share: (share, 2))
+        monkeypatch.setattr(LanguageModeling, "on_train_start", look)
+        settings = (f"data.path={tmp_path / 'corpus'}", f"output_dir={tmp_path / str(share)}", "trainer.max_steps=1")
+        assert train(compose(*TINY, *settings, "sample=false", "~callbacks.loss_curve")) == 0
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(drawn[0], drawn[1])
 
 
 def test_a_step_has_the_same_tokens_whatever_the_processes() -> None:
