@@ -91,5 +91,6 @@ class GlobalEstimator(NonParametric, takes=()):
             # may be 0) predictions are 0, and derivatives finite.
             total = torch.where(total == 0 if valid is None else (total == 0) | ~valid.mT, 1, total)
             return (q @ weights) / total, {"count": ctx.lengths}
-        share = 1 / (ctx.lengths.clamp(min=1).to(k.dtype) * (k.shape[-1] if self.bandwidth is None else self.bandwidth))
-        return q @ (k.mT @ v * share.view(-1, 1, 1, 1)), {"count": ctx.lengths}
+        count = ctx.lengths.clamp(min=1).to(k.dtype).view(-1, 1, 1, 1)
+        weights = (k / count).mT @ v  # N h may be infinite in fp16, and so may a sum over all tokens
+        return q @ (weights / (k.shape[-1] if self.bandwidth is None else self.bandwidth)), {"count": ctx.lengths}

@@ -79,8 +79,10 @@ def test_what_a_sequence_without_tokens_reads_is_the_learned_point_alone(window:
     torch.testing.assert_close(y[1:], layer.read(x[1:], None))
 
 
-def test_linear_attention_to_all_of_many_tokens_in_fp16() -> None:
-    """The sum of the kernels of 4,096 tokens is beyond its range, and the answer was 0."""
-    layer, x = metattt.build("layer=linear_attention_elu_image", "dim=64", "num_heads=1"), torch.randn(1, 4096, 64) + 2
+@pytest.mark.parametrize("normalize", [True, False])
+def test_linear_attention_to_all_of_many_tokens_in_fp16(normalize: bool) -> None:
+    """The sum of the kernels of 4,096 tokens is beyond its range, as 64 times their number is, and the answer was 0."""
+    settings = ("layer=linear_attention_elu_image", f"learner.normalize={normalize}", "dim=64", "num_heads=1")
+    layer, x = metattt.build(*settings), torch.randn(1, 4096, 64) + 2
     wanted = layer(x)[0]
     assert (layer.half()(x.half())[0].float() - wanted).norm() < 0.01 * wanted.norm()
