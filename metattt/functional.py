@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from types import FunctionType, MethodType, NoneType
 from typing import Any, TypeVar
 
@@ -26,8 +27,8 @@ PLAIN = {NoneType, bool, int, float, str, set, OrderedDict, Tensor}
 def replica(module: M) -> M:
     """A copy of the structure: modules of its own, down to the last, that share all tensors and other values.
 
-    What refers to a module from a list, a tuple, a dictionary or a bound method refers to the copy. What is
-    compiled runs uncompiled there.
+    What refers to a module from a list, a tuple, a dictionary, a bound method or a `functools.partial` refers to the
+    copy. What is compiled runs uncompiled there.
     """
     copied: M = _copied(module, {})
     return copied
@@ -79,6 +80,14 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
         return value if all(map(operator.is_, entries.values(), held.values())) else entries
     if kind is MethodType and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, _copied(value.__self__, made))
+    if kind is partial:
+        parts = value.func, value.args, value.keywords
+        found = _copied(parts, made)
+        if found is parts:
+            return value
+        again = partial(found[0], *found[1], **found[2])
+        again.__dict__.update(value.__dict__)
+        return again
     if kind is FunctionType and hasattr(value, "_torchdynamo_orig_callable"):  # of torch.compile
         plain = value._torchdynamo_orig_callable
         found = _copied(plain, made)

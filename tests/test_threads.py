@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -108,5 +109,9 @@ def test_a_call_with_other_values() -> None:
     assert set(values) == {"first.weight", "first.bias", "second.bias"}
     found = with_values(module, values)(x)
     assert torch.equal(found, functional_call(module, values, (x,)))
+    hooked = nn.Linear(3, 3)  # as accelerate's hooks: the module calls what it is given
+    hooked.forward = partial(lambda module, x: F.linear(x, module.weight), hooked)  # type: ignore[method-assign]
+    weight = torch.randn(3, 3)
+    assert torch.equal(with_values(hooked, {"weight": weight})(x), F.linear(x, weight))
     assert module.calls == [2, 2]
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
