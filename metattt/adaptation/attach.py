@@ -296,7 +296,7 @@ class _InPlace(nn.Module):
         self.name, self.labels = name, labels
         self.__dict__["call"] = call
         _as_before(self, "map.linear")
-        self._hook = mlp.register_forward_pre_hook(self._enter)
+        self._hook = mlp.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     @property
     def pretrained(self) -> nn.Module:
@@ -322,8 +322,8 @@ class _InPlace(nn.Module):
     def end(self) -> None:
         self._hook.remove()
 
-    def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.__dict__["call"].given.entered = args[0]
+    def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        (self.__dict__["call"].given.entered,) = (*args, *named.values())  # an MLP takes one argument
 
 
 def _heads(attention: nn.Module, dim: int) -> int:

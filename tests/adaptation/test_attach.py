@@ -133,6 +133,15 @@ def test_in_place_equals_the_published_computation() -> None:
         assert torch.equal(layer(*given)[1].change, expected)
 
 
+def test_in_place_in_an_mlp_that_is_called_by_name() -> None:
+    made = llama()
+    trained(attached(made, "in_place"))
+    expected = made(IDS).logits
+    for block in made.model.layers:
+        block.mlp.__class__ = type("ByName", (type(block.mlp),), {"__call__": lambda self, x: nn.Module.__call__(self, x=x)})
+    assert torch.equal(made(IDS).logits, expected)
+
+
 def test_in_place_learns_in_no_map_of_rows_of_all_sequences() -> None:
     sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     made = hf_for_tests.llama("Qwen2Moe", vocab_size=V, num_key_value_heads=1, **sizes)
