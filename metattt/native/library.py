@@ -35,6 +35,16 @@ _loaded: dict[tuple[Path, tuple[tuple[str, int], ...]], ctypes.CDLL | None] = {}
 _warned: set[str] = set()
 
 
+def _after_fork() -> None:
+    """Another thread may have held the lock, to compile: in the child it is not there to give it back."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
     """The library made of `source` with its macros set to `defines`; None, with the reason in the debug log, where it
     cannot be compiled."""

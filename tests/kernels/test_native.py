@@ -297,6 +297,14 @@ def test_a_folder_that_cannot_be_written_is_named(
     assert str(empty_cache) in line and "XDG_CACHE_HOME" in line and "compiler" not in line
 
 
+def test_a_fork_while_another_thread_compiles() -> None:
+    with native._lock:
+        child = os.fork()
+        if not child:
+            os._exit(0 if native._lock.acquire(timeout=1) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_second_process_loads_what_the_first_compiled_if_it_is_whole(empty_cache: Path) -> None:
     source = KERNELS["linear"].source
     program = (
