@@ -69,7 +69,8 @@ def count_bytes(state: Any) -> int:
     """Bytes of all distinct tensors."""
     sizes: dict[int, int] = {}
     for tensor in tensors_of(state):
-        sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
+        place = tensor.data_ptr() or id(tensor)  # on meta, none has a place in memory
+        sizes[place] = max(tensor.nbytes, sizes.get(place, 0))
     return sum(sizes.values())
 
 
