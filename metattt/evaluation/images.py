@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from metattt.checkpoints.files import home
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.trained import Trained, read_checkpoint
-from metattt.data.images import Images
+from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of
 from metattt.evaluation.output import check_same, finite, table, tracked
@@ -132,7 +132,7 @@ def score(model: Any, loader: DataLoader[Any], inner: int = 0) -> ImageScores:
     for images, labels in tracked(loader, "images"):
         images, labels = images.to(device), labels.to(device)
         check_classes(labels, model.num_classes)
-        some = images[: max(0, inner - int(sums[-1]))]
+        some = images[labels != NO_LABEL][: max(0, inner - int(sums[-1]))]
         for number, loss in inner_losses_by_layer(model, some).items() if len(some) else ():
             curves[number] = curves.get(number, 0) + len(some) * loss
         sums += torch.stack([one.double().cpu() for one in classified(finite(model(images).float()), labels)])

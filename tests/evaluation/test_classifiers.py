@@ -24,6 +24,7 @@ from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
 from metattt.errors import MetaTTTError
+from metattt.evaluation import images
 from metattt.evaluation.evaluate import evaluate
 from metattt.evaluation.predict import predict
 from metattt.training.train import train
@@ -126,6 +127,14 @@ def test_permutations_are_drawn_alike_and_nothing_else_notices(runs: Path, tmp_p
     torch.manual_seed(5)
     first, second = (evaluated(f"checkpoint={run}", f"output_dir={tmp_path}")["run"] for _ in range(2))
     assert first == second and torch.equal(torch.rand(1), expected)
+
+
+def test_images_without_a_label_are_in_no_inner_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "inner_losses_by_layer", lambda _, some: {1: some.mean().reshape(1)})
+    model: Any = torch.nn.Linear(1, 2)
+    model.num_classes = 2
+    batches: Any = [(torch.tensor([[1.0], [9.0]]), torch.tensor([0, -1])), (torch.tensor([[3.0], [9.0]]), torch.tensor([1, 1]))]
+    assert images.score(model, batches, inner=2).inner == {1: [2.0]}
 
 
 def predicted(*overrides: str) -> list[Any]:
