@@ -51,7 +51,7 @@ class KeyStep(Momentum, takes=TAKEN):
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
     ) -> tuple[Views, Gates, Tensors]:
-        eta = gates.eta if views.k.ndim == 4 else gates.eta.unsqueeze(-1)  # of every pair
+        eta = gates.eta if gates.eta.ndim + 1 == views.k.ndim else gates.eta.unsqueeze(-1)  # of every pair
         size = views.k.to(eta.dtype).square().sum(-1)
         if self.step == "projection":
             return views, gates._replace(eta=eta / (size + self.eps)), state

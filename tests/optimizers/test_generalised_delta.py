@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelRidge, Linear
-from metattt.optimizers import Append, GradientDescent, Momentum
+from metattt.optimizers import Append, GradientDescent, KeyStep, Momentum
 from metattt.optimizers.base import Gates
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction, WindowViews
@@ -142,3 +142,10 @@ class Narrow(Reconstruction):
     def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
         views, state = super().views(x, state, ctx)
         return views._replace(erase_key=views.k[..., :2]), state
+
+
+def test_a_step_size_by_key_of_rates_of_every_pair() -> None:
+    k, eta = torch.randn(1, 2, 3, 4, 5), torch.rand(1, 2, 3, 1)
+    views, ctx = Views(k, k, k[:, :, :, 0]), Context(torch.arange(3).unsqueeze(0), None, None, 1)
+    found = [KeyStep().prepare(views, Gates(one), k, {}, ctx)[1].eta for one in (eta.squeeze(-1), eta.expand(-1, -1, -1, 4))]
+    assert torch.equal(*found)
