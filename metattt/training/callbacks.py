@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import TQDMProgressBar, WeightAveraging
 
 from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError, check_integer
@@ -19,6 +19,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.training.csv_log import logs_of
+from metattt.training.job import callback_of
 from metattt.training.picture import plot
 from metattt.training.random_state import apart_from_the_run
 from metattt.training.sharding import divided
@@ -149,7 +150,9 @@ class LossCurve(WithSettings, Callback):
         windows = getattr(getattr(batches, "data", batches), "windows_of_text", False)
         if not (self.inner_windows and windows and isinstance(model, LanguageModel)) or divided(model):
             return None
-        training = model.training
+        training, averaging = model.training, callback_of(trainer, WeightAveraging)
+        if averaging is not None:  # as for a validation: its own end of training may come after this one
+            averaging.on_validation_epoch_start(trainer, pl_module)
         try:
             with apart_from_the_run(pl_module.device):  # views may be random
                 whole = (real for batch in batches.val_dataloader() if len(real := batch[(batch >= 0).all(1)]))
@@ -158,3 +161,5 @@ class LossCurve(WithSettings, Callback):
             return None
         finally:
             model.train(training)
+            if averaging is not None:
+                averaging.on_validation_epoch_end(trainer, pl_module)

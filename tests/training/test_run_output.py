@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from omegaconf import OmegaConf
 from refusals_for_tests import refusal
 from rich.console import Console
 from runs_for_tests import TINY, column, tiny
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim.swa_utils import AveragedModel
 
 from metattt.composition.compose import build, compose
 from metattt.data.text import ByteTokenizer
@@ -152,7 +154,7 @@ def test_the_curve_is_drawn_at_once_then_now_and_then_and_whole_at_the_end(tmp_p
     for step in range(1, 31):  # one validation every ten seconds
         now[0] += 10.0
         log.log_metrics({"validation/bits_per_byte": 2.0}, step)
-        trainer: Any = SimpleNamespace(global_step=step, is_global_zero=True, loggers=[log], datamodule=None)
+        trainer: Any = SimpleNamespace(global_step=step, is_global_zero=True, loggers=[log], datamodule=None, callbacks=[])
         curve.on_validation_end(trainer, module)
     assert drawn == [1, 21]  # not before 200 seconds have passed: a hundred times what drawing takes
     curve.on_train_end(trainer, module)
@@ -160,6 +162,22 @@ def test_the_curve_is_drawn_at_once_then_now_and_then_and_whole_at_the_end(tmp_p
     other = SimpleNamespace(**{**vars(trainer), "is_global_zero": False})
     LossCurve(str(tmp_path / "curve.png")).on_train_end(other, module)  # type: ignore[arg-type]
     assert drawn == [1, 21, 30]
+
+
+def test_the_inner_losses_are_those_of_averaged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the validation curve beside them is, wherever the averaging stands among the callbacks."""
+    module: Any = nn.Module()
+    module.model, averaging, seen = LanguageModel(5, 8, 1, nn.Identity), WeightAveraging(), []
+    averaging._average_model = AveragedModel(module)
+    module.device, weight = torch.device("cpu"), module.model.embedding.weight
+    average = weight.detach().clone()
+    weight.data.add_(1)
+    trained = weight.detach().clone()
+    monkeypatch.setattr(callbacks, "average", lambda model, *_, **__: seen.append(model.embedding.weight.detach().clone()))
+    data = SimpleNamespace(windows_of_text=True, val_dataloader=list)
+    trainer: Any = SimpleNamespace(datamodule=data, callbacks=[averaging])
+    LossCurve(str(tmp_path / "curve.png"))._inner_losses(trainer, module)
+    assert torch.equal(seen[0], average) and torch.equal(weight, trained)
 
 
 @pytest.mark.parametrize("faster", [True, False])
