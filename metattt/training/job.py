@@ -163,6 +163,8 @@ class ForLightning(LightningDataModule):
                 many = f"trainer.accumulate_grad_batches={per_step} is not allowed for a pass of {count} batches"
                 raise MetaTTTError(f"{many}: set it to {count} or less, or lower data.batch_size")
             self.trainer.limit_train_batches = count - count % per_step
+            if hasattr(loader.dataset, "set_epoch"):  # before its workers begin; `on_train_epoch_start` may be too late
+                loader.dataset.set_epoch(self.trainer.current_epoch)
         return loader
 
     def val_dataloader(self) -> DataLoader[Any]:

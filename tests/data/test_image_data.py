@@ -151,6 +151,8 @@ def test_every_kind_of_image_file_is_read(dataset: str, folder: Path) -> None:
 
 def test_webdataset_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("webdataset")
+    from timm.data.readers.reader_wds import ReaderWds
+
     for split in ("train", "validation"):
         with tarfile.open(tmp_path / f"{split}-0.tar", "w") as archive:
             for number in range(2 * COUNT):
@@ -169,11 +171,19 @@ def test_webdataset_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
             patch.setattr(f"torch.distributed.{name}", lambda value=value: value)
         found = ready(small(tmp_path, dataset="wds/own", batch_size=5, **splits)).val_dataloader()
     assert [len(labels) for _, labels in found] == [5, 5] and data.streamed
+
+    def noted(self: Any, begin: Any = ReaderWds.__iter__) -> Any:
+        with (tmp_path / "passes").open("a") as file:
+            file.write(f"{self.epoch_count.value} " if self.is_training else "")
+        return begin(self)
+
+    monkeypatch.setattr(ReaderWds, "__iter__", noted)
     given = ("data.dataset=wds/own", *(f"data.{key}={value}" for key, value in splits.items()), "data.num_workers=1")
     given += ("data.batch_size=2", "trainer.accumulate_grad_batches=2")
     assert main(["train", *settings(tmp_path, tmp_path / "run", *given, "trainer.max_steps=3")]) == 0  # two passes
     assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=6"]) == 0
     assert sorted(column(tmp_path / "run", "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "passes").read_text() == "0 1 2 3 "  # also where a worker begins before the pass does
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
