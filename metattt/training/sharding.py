@@ -130,13 +130,15 @@ class FullyShardedData(ModelParallelStrategy):
         set_model_state_dict(self._module, cast(dict[str, Any], model), options=options)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
             tensors: dict[str, Tensor] = {}  # before its first step too: zeros then
-            take_apart(self.optimizer_state(optimizer)["state"], tensors, f"{STATES}/{index}/state")
+            own = self.optimizer_state(optimizer)["state"]  # one process has none of a parameter without a gradient
+            known = {number: state for number, state in own.items() if number in saved["state"]}
+            take_apart(known, tensors, f"{STATES}/{index}/state")
             load_parts(folder, tensors, together=True)
             state = put_together(plain["content"][STATES][index]["state"], tensors)
             names = _names(self._named_state(optimizer))
             groups = [group | {"params": [names[one] for one in group["params"]]} for group in saved["param_groups"]]
             named: dict[str, Any] = {"state": {names[one]: held for one, held in state.items()}, "param_groups": groups}
-            set_optimizer_state_dict(self._module, _plain(optimizer), named, options=options)
+            set_optimizer_state_dict(self._module, _plain(optimizer), named, options=StateDictOptions(strict=False))
         return content
 
     def _named_state(self, optimizer: Optimizer, cpu_offload: bool = False) -> dict[str, Any]:

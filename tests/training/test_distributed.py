@@ -111,6 +111,8 @@ def test_parameters_without_a_gradient_do_not_stop_two_processes(runs: Path, tmp
     torch.testing.assert_close(dict(two["state_dict"]), dict(one["state_dict"]), **TOLERANCE)
     moments = [found["optimizer_states"][0]["state"].keys() for found in (one, two)]
     assert moments[0] == moments[1] and len(moments[0]) < len(list(instantiate_model(compose(*settings)).parameters()))
+    codes, output = two_processes(tmp_path, f"resume={tmp_path / 'one'}", "trainer=fsdp", "trainer.max_steps=4")
+    assert codes == [0, 0] and read_checkpoint(tmp_path / "one")["optimizer_states"][0]["state"].keys() == moments[1], output
 
 
 @pytest.mark.slow
