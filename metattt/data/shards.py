@@ -73,7 +73,8 @@ class ShardData(WindowData):
 
     Args:
         path: a folder that `metattt prepare` has written.
-        validation_max_tokens: validate on at most this many tokens, evenly spread. None: on all.
+        validation_max_tokens: validate on at most this many tokens, evenly spread; the split `all` too.
+            None: on all.
         context_length, batch_size, seed, num_workers, document_reset: see `WindowData`.
         verify: compare the files with their checksums when a run begins, which takes as long as reading them. False:
             their sizes alone.

@@ -27,8 +27,8 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         validation_path: files to validate on, and not to train on, as `path`. None: a share of `path`.
         validation_fraction: share of the documents held out, chosen by a hash of their names. If there is only one
             document, its end is held out. With `validation_path` none are.
-        validation_max_bytes: validate (and test) on at most this much text, evenly spread over the held-out documents.
-            None: on all.
+        validation_max_bytes: validate (and test) on at most this much text, evenly spread over the held-out documents;
+            the split `all` is limited as well. None: on all.
         max_bytes: use at most this much training text, a random choice of documents. None: all.
         text_key: key (jsonl) or column (parquet) that holds the text.
         seed: of the split and of the order of the windows.
