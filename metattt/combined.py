@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
-from metattt.modules import RMSNorm, check_finite, projection, rms_norm
-from metattt.sequence_layer import SequenceLayer
+from metattt.modules import RMSNorm, projection, rms_norm
+from metattt.sequence_layer import SequenceLayer, check_finite
 from metattt.setting import setting
 from metattt.state import State, in_files
 

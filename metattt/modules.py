@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from metattt.errors import NotFinite
 from metattt.memory_limit import check_memory_limit
 from metattt.state import Context
 from metattt.torch_private import FakeTensor, fake_mode, for_torch, interpreter_stack
@@ -219,6 +218,12 @@ def _products(padded: Tensor, dy: Tensor, width: int) -> Tensor:
     return held.sum(1)
 
 
+def length(x: Tensor, dim: int | tuple[int, ...] = -1, least: float = 0.0) -> Tensor:
+    """`max(‖x‖, least)` over axes that are kept. Of zeros (padding), the second derivative of torch's norm is NaN."""
+    small = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) <= least
+    return torch.linalg.vector_norm(x.masked_fill(small, 1), dim=dim, keepdim=True).masked_fill(small, least)
+
+
 class _Scaled(torch.autograd.Function):
     """`x / max(‖x‖, ε)`; with `eps`, `x / √(mean(x²) + eps)`. The derivative takes a third of torch's passes over
     memory."""
@@ -239,13 +244,13 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
         if dy is None:
             return None, None
-        x, length = ctx.saved_tensors
+        x, size = ctx.saved_tensors
         if torch.is_grad_enabled():
-            y = F.normalize(x, dim=-1) if ctx.eps is None else F.rms_norm(x, x.shape[-1:], eps=ctx.eps)
+            y = x / length(x, least=NORMALIZE_EPS) if ctx.eps is None else F.rms_norm(x, x.shape[-1:], eps=ctx.eps)
             return torch.autograd.grad(y, x, dy, create_graph=True)[0], None
-        share = (length > NORMALIZE_EPS) if ctx.eps is None else 1 / x.shape[-1]
-        along = torch.linalg.vecdot(x, dy).unsqueeze(-1) * share / length.square()
-        return torch.addcmul(dy, x, along, value=-1).div_(length), None
+        share = (size > NORMALIZE_EPS) if ctx.eps is None else 1 / x.shape[-1]
+        along = torch.linalg.vecdot(x, dy).unsqueeze(-1) * share / size.square()
+        return torch.addcmul(dy, x, along, value=-1).div_(size), None
 
 
 def normalize(x: Tensor, eps: float | None = None) -> Tensor:
@@ -255,6 +260,8 @@ def normalize(x: Tensor, eps: float | None = None) -> Tensor:
     if plain and forward_ad._current_level < 0 and interpreter_stack() is None:
         return _Scaled.apply(x, eps)
     least = max(NORMALIZE_EPS, torch.finfo(x.dtype).tiny)  # in fp16 torch's ε is 0: zeros, as of padding, would be NaN
+    if eps is None and torch.is_grad_enabled():
+        return x / length(x, least=least)
     return F.normalize(x, dim=-1, eps=least) if eps is None else F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
@@ -382,19 +389,3 @@ def for_probes() -> AbstractContextManager[object]:
     outside.enter_context(torch.inference_mode(False))
     outside.enter_context(torch.no_grad())
     return outside
-
-
-def check_finite(x: Tensor) -> None:
-    """Raises an error for NaN and infinity. Checked only where this is cheap: on a CPU, and not in a function transform
-    (then NaN appears in the result).
-
-    Raises:
-        NotFinite: `x` has such values.
-    """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or transformed() or RECORDING.get():
-        return
-    if type(x) is not Tensor and stands_for_others(x):
-        return
-    # One pass over x as a rule: only a sum that overflows needs a second look.
-    if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):
-        raise NotFinite("x contains NaN or infinite values: look for the first layer or loss that produced them")

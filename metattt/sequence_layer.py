@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from metattt.declared import Declared
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.inner.packing import Call, Packing, check_flags, pack
-from metattt.modules import check_finite
+from metattt.modules import RECORDING, stands_for_others, transformed
 from metattt.setting import setting
 from metattt.state import Context, State
 
@@ -188,3 +189,19 @@ class SequenceLayer(Declared, ABC):
 def _wrong_tokens(x: object, dim: int) -> MetaTTTError:
     found = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
     return MetaTTTError(f"x is {found}, expected [B, T, {dim}] of floating-point numbers, with at least one token")
+
+
+def check_finite(x: Tensor) -> None:
+    """Raises an error for NaN and infinity. Checked only where this is cheap: on a CPU, and not in a function transform
+    (then NaN appears in the result).
+
+    Raises:
+        NotFinite: `x` has such values.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or transformed() or RECORDING.get():
+        return
+    if type(x) is not Tensor and stands_for_others(x):
+        return
+    # One pass over x as a rule: only a sum that overflows needs a second look.
+    if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):
+        raise NotFinite("x contains NaN or infinite values: look for the first layer or loss that produced them")

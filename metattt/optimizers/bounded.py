@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metattt.memory import Memory
-from metattt.modules import expand_like
+from metattt.modules import expand_like, length
 from metattt.optimizers.base import Gates, Read
 from metattt.optimizers.block import BlockRule
 from metattt.registry import register
@@ -43,6 +43,5 @@ class Bounded(BlockRule):
         for name, weight in memory["commit"].items():
             mean = memory["update"][name] / expand_like(count, weight)
             inputs = tuple(range(2, mean.ndim - 1)) or (-1,)  # a vector is taken as a whole
-            size = torch.linalg.vector_norm(mean, dim=inputs, keepdim=True)
-            after[name] = weight + mean / (size + 1)
+            after[name] = weight + mean / (length(mean, inputs) + 1)
         return {"commit": after}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.modules import rotary_table, rotate
+from metattt.modules import length, rotary_table, rotate
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -67,7 +67,7 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
         turned = []
         for one, scale, offset in zip((q, k), self.qk_scale, self.qk_offset, strict=True):
             heads = self._heads(F.silu(one * scale.to(one.dtype) + offset.to(one.dtype)))
-            flat = (heads / (heads.norm(dim=-1, keepdim=True) + LENGTH_EPS)).transpose(1, 2).flatten(2)
+            flat = (heads / (length(heads) + LENGTH_EPS)).transpose(1, 2).flatten(2)
             pairs = flat.unflatten(-1, (-1, self.rope_width)).transpose(1, 2)
             turned.append(self._heads(rotate(pairs, cos, sin).transpose(1, 2).flatten(2)))
         return Views(turned[1], self._heads(F.silu(v) if self.silu_v else v), turned[0]), {}

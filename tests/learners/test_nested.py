@@ -50,3 +50,14 @@ def test_a_module_and_deeper_nesting_from_the_command_line() -> None:
     assert build(*linear, "dim=8", "num_heads=2").form == "dual"
     deeper = ("learner@learner.layer.learner=nested_ttt", "learner.layer.optimizer.read=previous")
     assert build("layer=nested_ttt", *deeper, "dim=8", "num_heads=2").form == "summed"
+
+
+def test_keys_of_unit_length_inside_and_padding() -> None:
+    """Padding is zeros for the layer inside, and a key of length 0 has second derivatives."""
+    inside = partial(layer_in(Linear(), GradientDescent(2)), task=Reconstruction(normalize_qk=True))
+    layer = TTTLayer(4, 1, Reconstruction(), NestedTTT(inside), GradientDescent(3, read="previous")).double()
+    randomize(layer)
+    x = torch.randn(1, 7, 4, dtype=torch.float64, requires_grad=True)
+    y, padded = layer(x[:, :5])[0], layer(x, mask=torch.arange(7)[None] < 5)[0][:, :5]
+    expected, found = (gradients(layer, x, (one * cotangent(one)).sum()) for one in (y, padded))
+    assert gradient_distance(found, expected) < 1e-9
