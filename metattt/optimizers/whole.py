@@ -37,7 +37,7 @@ class WholeSequence(InnerOptimizer, takes=("steps",)):
 
     mini_batch_size = 1
     read = "final"
-    sampling: Literal["full", "sgd"] = setting(default="full")
+    sampling: Literal["full", "sgd"] = setting(default="full", fixed=True)
     base_lr: float = setting(default=1.0, advice=RATE_ADVICE)
     seed: int | None = setting(default=None, least=0)
     compute_chunk: int | None = setting(default=2048, most=2**31 - 1, kw_only=True)

@@ -34,7 +34,7 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
 
     rope = "full"
     loss_name = "dot"
-    rope_heads: int | None = setting(default=None, advice=", or null for those of the layer")
+    rope_heads: int | None = setting(default=None, advice=", or null for those of the layer", fixed=True)
     silu_v: bool = setting(default=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:

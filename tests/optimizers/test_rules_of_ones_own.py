@@ -19,9 +19,10 @@ from metattt.learners import MLP, KernelEstimator, Linear
 from metattt.learners.base import Learner
 from metattt.learners.weight import Weight
 from metattt.modules import expand_like
-from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Momentum, StepSize
+from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Momentum, StepSize, WholeSequence
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
+from metattt.tasks.lact import LaCTViews
 from metattt.testing.laws import LAWS
 from metattt.testing.specimen import Specimen
 
@@ -315,6 +316,10 @@ def test_settings_that_come_too_late() -> None:
     layer.optimizer.base_lr = 1.0  # as it is
     with pytest.raises(MetaTTTError, match=r"Momentum\.momentum = 'none' comes too late"):
         layer_of(Momentum).optimizer.momentum = "none"
+    with pytest.raises(MetaTTTError, match=r"WholeSequence\.sampling = 'sgd' comes too late"):  # its anchor follows from it
+        layer_of(WholeSequence).optimizer.sampling = "sgd"
+    with pytest.raises(MetaTTTError, match=r"LaCTViews\.rope_heads = 4 comes too late"):
+        TTTLayer(8, 2, LaCTViews(), Linear(), Momentum()).task.rope_heads = 4
     layer.optimizer.steps = 2
     refusal(lambda: layer(x), match=r"optimizer\.steps=2 .* would show queries the future")
 
