@@ -66,10 +66,10 @@ class Combined(SequenceLayer):
     refuse_nan = False  #: both layers check their inputs
     first: nn.Module = setting()
     second: nn.Module = setting()
-    how: Literal["sum", "gate", "serial"] = setting(default="sum")
-    shared: bool = setting(default=False)
-    with_head_norm: bool = setting(default=False, alias="head_norm")
-    with_head_scale: bool = setting(default=False, alias="head_scale")
+    how: Literal["sum", "gate", "serial"] = setting(default="sum", fixed=True)
+    shared: bool = setting(default=False, fixed=True)
+    with_head_norm: bool = setting(default=False, alias="head_norm", fixed=True)
+    with_head_scale: bool = setting(default=False, alias="head_scale", fixed=True)
     group_size: int | None = setting(
         default=None, least=0, advice=" (0 stores everything, null leaves those of the layers)"
     )
@@ -113,6 +113,8 @@ class Combined(SequenceLayer):
             self.head_scale = projection(dim, second.num_heads, True) if self.with_head_scale else None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "norms" in self.__dict__ or "norms" in self._modules:  # it is built
+            self.refuse_late(name, value)
         super().__setattr__(name, value)
         if name == "group_size" and value is not None:
             self.first.group_size = self.second.group_size = value

@@ -40,6 +40,17 @@ def test_from_python(how: str) -> None:
     assert model(torch.randint(11, (2, 5))).shape == (2, 5, 11)
 
 
+def test_settings_that_come_too_late() -> None:
+    """What the modules were made for stays, and is not merely said to be otherwise."""
+    one, two = (TTTLayer(8, 2, Reconstruction(), Linear(), GradientDescent(4)) for _ in range(2))
+    layer = Combined(8, one, two)
+    for name, value in (("how", "gate"), ("shared", True), ("with_head_norm", True)):
+        with pytest.raises(MetaTTTError, match=rf"Combined\.{name} = .* comes too late"):
+            setattr(layer, name, value)
+    layer.how, layer.group_size = "sum", 2
+    assert one.group_size == 2
+
+
 def test_kept_on_disk(tmp_path: Path) -> None:
     """A pattern of them and of mixers, with a setting of a layer inside one."""
     cfg = compose(
