@@ -14,7 +14,7 @@ from metattt.io import digest, read_object, write_whole
 
 STATUS = "status.json"  # in the folder of a run
 OUTPUT = "output.txt"  # in the folder of a run: what it wrote to the terminal
-LONGEST_NAME = 120  # characters of a run's folder; file systems allow 255 bytes
+LONGEST_NAME, MOST_BYTES = 120, 240  # characters and bytes of a run's folder; file systems allow 255 bytes
 
 State = Literal["running", "finished", "failed", "stopped"]
 TYPES: dict[str, Any] = {"swept": list, "fixed": list, "state": str, "message": str, "seconds": int | float}
@@ -47,8 +47,9 @@ def folder_name(swept: str) -> str:
     unquoted = swept.replace("'", "").replace('"', "")
     plain = re.sub(r"(^|\+)\++(?=[\w.@/]+=)", r"\1", unquoted) or "run"
     name = re.sub(r"[^\w.,=+\-\[\]]", "_", plain)
-    if name != plain or len(name) > LONGEST_NAME or name.startswith("."):
-        name = f"{name[: LONGEST_NAME - 7].lstrip('.')}-{digest(swept.encode())[:6]}"
+    if name != plain or len(name) > LONGEST_NAME or len(name.encode()) > MOST_BYTES or name.startswith("."):
+        short = name[: LONGEST_NAME - 7].encode()[: MOST_BYTES - 7].decode(errors="ignore")
+        name = f"{short.lstrip('.')}-{digest(swept.encode())[:6]}"
     return name
 
 
