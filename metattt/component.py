@@ -121,10 +121,11 @@ def _taken(kind: type, name: str) -> str:
 
 def says(part: Component, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
     """Whether the equations in `method` hold for this object: no subclass has overridden a method that they
-    describe."""
+    describe, and no function has been assigned in the place of one."""
     kinds = type(part).__mro__
     owner = next(kind for kind in kinds if method in vars(kind))
     below = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
+    below |= {name for name, value in vars(part).items() if callable(value)}
     left_open: frozenset[str] = getattr(owner, "__abstractmethods__", frozenset())
     return not below.intersection(about) - left_open
 

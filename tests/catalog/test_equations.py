@@ -208,6 +208,11 @@ def test_what_a_class_says_does_not_count_for_a_subclass_that_changes_it() -> No
         changed = lines(TTTLayer(16, 2, task, learner, GradientDescent(1, "online")))
         assert said in changed and "W_t = W_{t−1} − η_t G_t" in changed
     assert "W_j = W_{j−1} + 0.125 sign(U_j)" in lines(TTTLayer(16, 2, Reconstruction(), MLP(), Sign()))
+    task = Reconstruction()
+    own = task.loss
+    task.loss = lambda *given, **options: 3 * own(*given, **options)  # of this object alone
+    changed = lines(TTTLayer(16, 2, task, plain(), GradientDescent(1, "online")))
+    assert "G_t = ∇ℓ_t(W_{t−1})" in changed and not any(line.startswith("ℓ_t(W) =") for line in changed)
 
 
 def test_an_erase_view_and_decays_of_channels() -> None:
