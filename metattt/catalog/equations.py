@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from metattt.bidirectional import Bidirectional
 from metattt.combined import Combined
 from metattt.component import Component, says
 from metattt.inner.planning import explain
@@ -36,13 +37,17 @@ class Section(NamedTuple):
 def equations(layer: nn.Module) -> list[Section]:
     """What a layer computes, from the views of a token to its output.
 
-    Another module than `TTTLayer` and `Combined` may have a method `equations` that returns lines; of one that has
-    none, the name and the docstring are given.
+    Another module than `TTTLayer`, `Combined` and `Bidirectional` may have a method `equations` that returns lines; of
+    one that has none, the name and the docstring are given.
     """
     if isinstance(layer, TTTLayer):
         return _of_layer(layer)
     if isinstance(layer, Combined):
         return _of_two(layer)
+    if isinstance(layer, Bidirectional):
+        both = "y = tanh(a) ∘ layer(x) + tanh(b) ∘ reversed(layer(reversed(x))), a and b a number per feature, learned"
+        parts = [Section(f"layer.{one.title}", one.lines) for one in equations(layer.layer)]
+        return [*parts, Section("output", [both])]
     if callable(own := getattr(layer, "equations", None)):
         return [Section("layer", list(own()))]
     summary = " ".join((type(layer).__doc__ or "").strip().partition("\n\n")[0].split())

@@ -102,7 +102,7 @@ def _show(cfg: DictConfig, chosen: list[str]) -> None:
     from metattt.composition.instantiate import instantiate_layer
 
     layer = instantiate_layer(cfg)
-    name = next((one.removeprefix("layer=") for one in chosen if one.startswith("layer=")), "")
+    name = next((one.removeprefix("layer=") for one in reversed(chosen) if one.startswith("layer=")), "")
     known = sources(searched(cfg.given)).get(name)
     size = f"dim={cfg.dim} (D), num_heads={cfg.num_heads} (H), {cfg.dim // cfg.num_heads} features a head (d)"
     written = written_down(cfg.dim, cfg.num_heads) if len(chosen) == 1 else {}

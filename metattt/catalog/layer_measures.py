@@ -126,10 +126,11 @@ def _goes_on(layer: TTTLayer | Combined | Mixer, dim: int) -> bool:
     x = torch.zeros(1, 1, dim)
     with torch.no_grad():
         try:
-            layer(x, layer(x)[1])
+            state = layer(x)[1]
+            layer(x, state)
         except MetaTTTError:
             return False
-    return True
+    return state is not None
 
 
 def write_down(dim: int, num_heads: int) -> str:

@@ -229,6 +229,8 @@ def test_other_modules() -> None:
     assert text(equations(Sum())) == "layer  Sum: A running sum."
     said = type("Said", (Sum,), {"equations": lambda self: ["y_t = y_{t−1} + x_t"]})
     assert text(equations(said())) == "layer  y_t = y_{t−1} + x_t"
+    both = lines("delta_net", "direction=both")
+    assert DELTA in both and both[-1].startswith("y = tanh(a) ∘ layer(x) + tanh(b) ∘ reversed(layer(reversed(x)))")
 
 
 def test_looking_changes_nothing() -> None:
@@ -246,3 +248,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "state of a sequence: 1.1 KiB" in out and "cost of a token: constant" in out and "\x1b" not in out
     assert main(["layers", "learner=swiglu", "learner.norm=true", *SIZE]) == 0
     assert "f(x; W) = LN((silu(x W0) ∘ (x W2)) W1)" in capsys.readouterr().out
+    assert main(["layers", "layer=gla", "layer=delta_net", *SIZE]) == 0  # the last one counts
+    out = capsys.readouterr().out
+    assert DELTA in out and "the Delta Rule, arXiv 2406.06484" in out and "2312.06635" not in out
+    assert main(["layers", "layer=gla", "direction=both", *SIZE]) == 0
+    assert "state of a sequence: none: one call" in capsys.readouterr().out
