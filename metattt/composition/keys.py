@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.choices import groups, keys_of
 from metattt.composition.messages import first_line, not_a_field, wrong_type
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, shown
 from metattt.setting import Setting, members
 
 SEED = Setting(annotation=int, least=0, most=2**32 - 1)  # what numpy's and Lightning's generators take
@@ -113,7 +113,7 @@ def _check(node: DictConfig, name: str, key: str, job: str) -> None:
     if list[str] in kinds and isinstance(value, ListConfig):
         if not all(isinstance(one, str | int | float) for one in value):
             raise MetaTTTError(wrong_type(key, value, setting.annotation))
-        node[name] = [str(one) for one in value]
+        node[name] = [shown(one) for one in value]
         return
     words = any(get_origin(one) is Literal for one in kinds)
     plain = tuple(numbers.Real if one is float else one for one in kinds if get_origin(one) is None)

@@ -105,6 +105,8 @@ def test_a_folder_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) ->
         assert shown.dim == 56 and shown.learner._target_.endswith("MLP")
     assert main(["train", "--config-dir", "my files", "learner=wide", "--cfg", "job", "--package", "learner.expansion"]) == 0
     assert capsys.readouterr().out == "8.0\n"
+    assert main(["eval", "labels=[true,1]", "--cfg", "job", "--package", "labels"]) == 0
+    assert capsys.readouterr().out == "# @package labels\n- 'true'\n- '1'\n"  # as they were typed
     assert main(["train", "--config-dir", "my files", "learner=wide", "--help"]) == 0
     said = capsys.readouterr().out
     assert " A wide one" in said and "learner.expansion=8.0" in said
