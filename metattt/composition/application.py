@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.overrides import SEARCH_PATH, key_of, prepare, quoted
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, shown
 
 ALONE = threading.RLock()
 """Held by the thread that changes what is of the whole process: Hydra's settings, or torch's generator for a while."""
@@ -94,13 +94,13 @@ def show(options: Namespace, command: str, cfg: DictConfig) -> None:
     missing = f"--package {options.package}: the configuration has no such key"
     if options.cfg == "job":  # of what `compose` makes: with a pattern of blocks filled in
         whole = options.package in (None, "_global_")
-        found = cfg if whole else OmegaConf.select(cfg, options.package, throw_on_missing=True)
-        if found is None:
+        found = cfg if whole else OmegaConf.select(cfg, options.package, throw_on_missing=True, default=missing)
+        if found is missing:
             raise MetaTTTError(missing)
         if options.resolve:
             OmegaConf.resolve(cfg)
         if not OmegaConf.is_config(found):
-            print(found)
+            print(shown(found))
             return
         print("" if whole else f"# @package {options.package}\n", OmegaConf.to_yaml(found), sep="", end="")
         return

@@ -107,6 +107,8 @@ def test_a_folder_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "8.0\n"
     assert main(["eval", "labels=[true,1]", "--cfg", "job", "--package", "labels"]) == 0
     assert capsys.readouterr().out == "# @package labels\n- 'true'\n- '1'\n"  # as they were typed
+    assert main(["layers", "--cfg", "job", "--package", "seed"]) == 0
+    assert capsys.readouterr().out == "null\n"  # which is a value
     assert main(["train", "--config-dir", "my files", "learner=wide", "--help"]) == 0
     said = capsys.readouterr().out
     assert " A wide one" in said and "learner.expansion=8.0" in said
