@@ -66,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: as on the command line, without the program's name; `sys.argv[1:]` if None.
     """
-    if sys.stdout is None:  # closed by whoever started us; the first file opened would get its number
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us; the first file opened would get its number
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end of the process)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no run fails for a character in a table
     try:

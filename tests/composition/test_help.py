@@ -155,3 +155,10 @@ def test_a_reader_that_goes_away_is_no_fault(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "metattt", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_stderr_is_nobody_elses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of `metattt ... 2>&-`: Python would print errors to stdout, and the next file that is opened has its number."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["bogus"]) == 2 and capsys.readouterr().out == ""
+    assert sys.stderr is not None
