@@ -12,7 +12,7 @@ from typing import Any, ClassVar, dataclass_transform
 from torch import nn
 
 from metattt.errors import MetaTTTError, did_you_mean
-from metattt.setting import REQUIRED, Setting, declared, parameters, resolved, setting, with_always
+from metattt.setting import REQUIRED, VALUES, Setting, declared, parameters, resolved, setting, with_always
 
 SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 PLAIN = [object.__init__, nn.Module.__init__]  # torch.compile puts another one into the place of the latter
@@ -43,6 +43,10 @@ class WithSettings:
         cls._settings = declared(
             inherited, own, lambda name: resolved(annotations.get(name, Any), vars(module) if module else {}), takes
         )
+        for name, one in cls._settings.items():
+            if one.alias in own and one.default is own[one.alias] and isinstance(one.default, VALUES):
+                delattr(cls, one.alias)  # what has that name in a base class stays
+                setattr(cls, name, one.default)
         mine = {name: one for name, one in own.items() if isinstance(one, Setting)}
         for name, one in mine.items():
             if one.default is REQUIRED:

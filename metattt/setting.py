@@ -15,6 +15,7 @@ from typing import Any, Literal, Union
 from metattt.errors import check_choice, check_flag, check_integer, check_number
 
 REQUIRED = inspect.Parameter.empty
+VALUES = (int, float, str, list, tuple, dict)  # defaults by a setting's alias; of another kind, the name is a method's
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def setting(**options: Any) -> Any:
 
     Args:
         default: the default value; without one the setting is required. A subclass changes the default by a plain
-            attribute of that name.
+            attribute of that name or of its alias.
         init: the constructor takes it. False: a subclass sets it, or `setup` does.
         fixed: used once, by `setup`: assigning it later would do nothing, and raises an error.
         kw_only: the constructor takes it after the settings that subclasses add. It takes it by position, too, but
@@ -101,8 +102,9 @@ def declared(
         takes: the inherited settings that the constructor of the class takes, beside those of every subclass; they come
             first, in this order, and so do its own that are named. None: all.
     """
-    found = dict(inherited)
+    found, called = dict(inherited), {one.alias: name for name, one in inherited.items() if one.alias}
     if takes is not None:
+        takes = [called.get(name, name) for name in takes]
         found = {name: replace(one, init=one.init and (one.always or name in takes)) for name, one in inherited.items()}
     for name, value in body.items():
         if isinstance(value, Setting):
@@ -110,7 +112,7 @@ def declared(
                 found.pop(name)  # its place is among the settings of this class
             kind = hint(name) if value.null is None else hint(name) | None
             found[name] = replace(value, annotation=kind)
-        elif name in found:
+        elif (name := called.get(name, name) if isinstance(value, VALUES) else name) in found:
             found[name] = replace(found[name], default=value)
     return {name: found[name] for name in (*(takes or ()), *found)}
 

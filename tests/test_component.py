@@ -10,11 +10,14 @@ from typing import Any, Literal
 import pytest
 from torch import nn
 
+from metattt import TTTLayer
+from metattt.composition.signatures import constructor
 from metattt.declared import Declared
 from metattt.errors import MetaTTTError
 from metattt.learners import Learner, Linear, Weight
-from metattt.optimizers import InnerOptimizer
+from metattt.optimizers import GradientDescent, InnerOptimizer
 from metattt.setting import setting
+from metattt.tasks import Reconstruction
 
 
 class Sized(Learner):
@@ -55,6 +58,27 @@ def test_the_constructor_follows_the_lines() -> None:
     for arguments in ({}, {"size": 1, "sise": 2}):
         with pytest.raises(TypeError, match=r"Sized.__init__\(\) .*'si[sz]e'"):
             Sized(**arguments)
+
+
+class Plain(Linear, takes=("bias",)):
+    """A setting by the name that its constructor has for it."""
+
+    bias = False
+
+
+class Dot(Reconstruction):
+    """The same for one that is called as a method is."""
+
+    loss = "dot"
+
+
+def test_a_default_by_the_name_of_the_constructor() -> None:
+    assert names(Plain) == ["bias", "trainable", "step_scale"] and not Plain().with_bias and Plain(bias=True).with_bias
+    layer = TTTLayer(8, 2, Dot(), Plain(), GradientDescent())
+    assert layer.task.loss_name == "dot" and callable(layer.task.loss) and "b1" not in layer.learner.shapes
+    assert Dot("shared_qk", loss="cosine").loss_name == "cosine"
+    read = {one.name: one.default for one in constructor(__name__, "Plain")}
+    assert read == {one.name: one.default for one in list(inspect.signature(Plain.__init__).parameters.values())[1:]}
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def _settings(module: str, name: str) -> dict[str, Setting]:
         if isinstance(base, ast.Name):
             with suppress(Unreadable):  # a class of a library
                 inherited |= _settings(home, base.id)
+    names = inherited.keys() | {one.alias for one in inherited.values()}
     body: dict[str, Any] = {}
     hints: dict[str, ast.expr] = {}
     for one in node.body:
@@ -150,7 +151,7 @@ def _settings(module: str, name: str) -> dict[str, Setting]:
             continue
         target = one.target if isinstance(one, ast.AnnAssign) else one.targets[0]
         is_setting = isinstance(one.value, ast.Call) and ast.unparse(one.value.func) == "setting"
-        if isinstance(target, ast.Name) and (is_setting or target.id in inherited):
+        if isinstance(target, ast.Name) and (is_setting or target.id in names):
             value = body[target.id] = _value(home, one.value)
             if _opaque(value.default if isinstance(value, Setting) else value):
                 raise Unreadable(f"{home}: the default of {target.id}")
