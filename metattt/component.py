@@ -119,7 +119,7 @@ def _taken(kind: type, name: str) -> str:
     return f"{kind.__name__} sets an attribute called {name!r}, which {base} has for its own use: choose another name"
 
 
-def says(part: Component, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
+def says(part: nn.Module, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
     """Whether the equations in `method` hold for this object: no subclass has overridden a method that they
     describe, and no function has been assigned in the place of one."""
     kinds = type(part).__mro__

@@ -20,6 +20,7 @@ from metattt.state import WHOLE_CALL, State
 from metattt.tasks.base import Task
 
 SYMBOLS = {"alpha": "α_t", "beta": "β_t", "kappa": "κ_t", "eta": "η_t", "decay": "Diag(a_t)"}
+OF_A_MIXER = ("positive", "gates", "rates", "mix", "run", "forward")  # methods that its equations are about
 
 
 class Section(NamedTuple):
@@ -38,7 +39,7 @@ def equations(layer: nn.Module) -> list[Section]:
     """What a layer computes, from the views of a token to its output.
 
     Another module than `TTTLayer`, `Combined` and `Bidirectional` may have a method `equations` that returns lines; of
-    one that has none, the name and the docstring are given.
+    one that has none, or that changes what a base class has equations of, the name and the docstring are given.
     """
     if isinstance(layer, TTTLayer):
         return _of_layer(layer)
@@ -48,7 +49,7 @@ def equations(layer: nn.Module) -> list[Section]:
         both = "y = tanh(a) ∘ layer(x) + tanh(b) ∘ reversed(layer(reversed(x))), a and b a number per feature, learned"
         parts = [Section(f"layer.{one.title}", one.lines) for one in equations(layer.layer)]
         return [*parts, Section("output", [both])]
-    if callable(own := getattr(layer, "equations", None)):
+    if callable(own := getattr(layer, "equations", None)) and says(layer, about=OF_A_MIXER):
         return [Section("layer", list(own()))]
     summary = " ".join((type(layer).__doc__ or "").strip().partition("\n\n")[0].split())
     return [Section("layer", [f"{type(layer).__name__}: {summary}" if summary else type(layer).__name__])]

@@ -12,6 +12,7 @@ from metattt import TTTLayer, build
 from metattt.catalog.equations import equations, text
 from metattt.cli import main
 from metattt.learners import MLP, Learner, Linear, Weight
+from metattt.mixers import Mamba
 from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Sign
 from metattt.tasks import Reconstruction, Views
 
@@ -229,6 +230,8 @@ def test_other_modules() -> None:
     assert text(equations(Sum())) == "layer  Sum: A running sum."
     said = type("Said", (Sum,), {"equations": lambda self: ["y_t = y_{t−1} + x_t"]})
     assert text(equations(said())) == "layer  y_t = y_{t−1} + x_t"
+    ours = type("Ours", (Mamba,), {"gates": staticmethod(Mamba.gates)})
+    assert text(equations(ours(16))) == "layer  Ours" and len(lines(Mamba(16))) > 3
     both = lines("delta_net", "direction=both")
     assert DELTA in both and both[-1].startswith("y = tanh(a) ∘ layer(x) + tanh(b) ∘ reversed(layer(reversed(x)))")
 
