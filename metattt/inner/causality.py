@@ -14,14 +14,14 @@ from metattt.errors import MetaTTTError
 
 TOKENS = 9  # less than a usual mini-batch: no kernel is compiled for them; a square, which may be a map
 PARTS = ("optimizer", "learner", "task")
-SETTINGS = (bool, int, float, str, type(None), FunctionType, tuple, list)
+SETTINGS = (bool, int, float, str, type(None), FunctionType)
 
 
 class Causality:
     """Raises an error for layers that see the future; equal layers are tested once."""
 
     def __init__(self) -> None:
-        self.known: set[tuple[object, ...]] = set()
+        self.known: dict[tuple[object, ...], nn.Module] = {}  # the layers are kept, so that no id is given away
 
     def check(self, layer: nn.Module, dim: int) -> None:
         """Checks one layer of a model that predicts the next token.
@@ -37,7 +37,7 @@ class Causality:
         """
         reason = declared(layer)
         if reason is None and (kind := _kind(layer)) not in self.known:
-            self.known.add(kind)
+            self.known[kind] = layer
             if found_out(layer, dim):
                 reason = (
                     f"{type(layer).__name__} changes its outputs of earlier tokens when later ones change, though it "
@@ -123,17 +123,19 @@ def visible(parameter: Tensor) -> Tensor:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """The same for layers that differ in the values of their parameters alone: their modules, with settings and
-    functions."""
-    found = []
-    for name, module in layer.named_modules():
-        settings = ((key, _plain(value)) for key, value in vars(module).items() if isinstance(value, SETTINGS))
-        found.append((name, type(module), *settings))
-    return tuple(found)
+    """The same for layers that differ in the values of their parameters alone: their modules, with settings, functions
+    and buffers."""
+    return tuple((name, type(module), _plain(vars(module))) for name, module in layer.named_modules())
 
 
 def _plain(value: Any) -> object:
-    """A setting as a key: of a list or a tuple (the padding of a convolution, a window to both sides) what is in it."""
+    """An attribute as a key: of a dictionary, a list or a tuple (the padding of a convolution) what is in it, of a
+    tensor (a mask) its numbers, and an object that is not ours (a configuration) by itself."""
+    if isinstance(value, dict):
+        return tuple((key, _plain(one)) for key, one in value.items())
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    return value if isinstance(value, SETTINGS) else type(value)
+    if type(value) is Tensor and not value.is_meta and value.layout == torch.strided:
+        return tuple(value.shape), value.detach().cpu().resolve_conj().flatten().view(torch.uint8).numpy().tobytes()
+    ours = isinstance(value, set | Tensor | nn.Module) or type(value).__module__.startswith("metattt.")
+    return value if isinstance(value, SETTINGS) else type(value) if ours else id(value)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,8 +133,22 @@ def test_an_attribute_that_differs_is_another_layer() -> None:
         def forward(self, x: Tensor, state: Any, mask: Any = None, reset: Any = None) -> tuple[Tensor, Any]:
             return self.conv(x.mT).mT[:, : x.shape[1]], state
 
-    checked = Causality()
-    for one, other in ((Switch(False), Switch(True)), (Padded(2), Padded(1))):
+    class Masked(nn.Module):
+        def __init__(self, mask: Tensor | SimpleNamespace):  # as a buffer, or in a configuration
+            super().__init__()
+            self.linear, self.config = nn.Linear(8, 8), mask
+            if isinstance(mask, Tensor):
+                del self.config
+                self.register_buffer("seen", mask)
+
+        def forward(self, x: Tensor, state: Any, mask: Any = None, reset: Any = None) -> tuple[Tensor, Any]:
+            seen = self.seen if "seen" in self._buffers else self.config.seen
+            return seen[: x.shape[1], : x.shape[1]] @ self.linear(x), state
+
+    checked, every = Causality(), torch.ones(16, 16)
+    masks, configs = (every.tril(), every), (SimpleNamespace(seen=every.tril()), SimpleNamespace(seen=every))
+    pairs = [(Switch(False), Switch(True)), (Padded(2), Padded(1))]
+    for one, other in (*pairs, *((Masked(a), Masked(b)) for a, b in (masks, configs))):
         checked.check(one, 8)
         refusal(partial(checked.check, other, 8))
 
