@@ -24,7 +24,7 @@ class Component(Declared):
     """A module that a layer builds: its constructor takes settings, its `setup` creates parameters, once.
 
     Its settings (numbers, strings and None) are kept by name for `print(layer)`. A layer plans its computation (exact
-    form, kernels) from the settings of its components. If a setting is assigned later, `changes` increases, and the
+    form, kernels) from its components. If a setting or a module is assigned later, `changes` increases, and the
     layer plans again.
     """
 
@@ -71,7 +71,7 @@ class Component(Declared):
             value = self._settings[name].null
         super().__setattr__(name, value)
         # the plan holds for training and evaluation mode, and for all values of parameters
-        if self.belongs and name != "training" and not isinstance(value, (Tensor, nn.Module)):
+        if self.belongs and name != "training" and not isinstance(value, Tensor):
             self.__dict__["changes"] = self.changes + 1
 
     def extra_repr(self) -> str:

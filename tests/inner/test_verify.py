@@ -109,6 +109,21 @@ def test_a_setting_changed_later_is_noticed(learner: str) -> None:
     assert layer.form == layer.plan.form == "dual"
 
 
+def test_a_module_exchanged_later_is_noticed() -> None:
+    class Of(Reconstruction):
+        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+            super().build(dim, num_heads, head_dim)
+            self.criterion: nn.Module = nn.MSELoss(reduction="none")
+
+        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+            return 0.5 * self.criterion(prediction, v).sum(-1)
+
+    layer = made(Of(), Linear(), GradientDescent(4))
+    assert layer.form == "fused"
+    layer.task.criterion = nn.HuberLoss(reduction="none")
+    assert layer.form == "dual"
+
+
 def test_methods_and_hooks_added_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = made(Reconstruction(), Linear(), GradientDescent(4))
     before = run(layer, x()).y
