@@ -57,7 +57,7 @@ class CapturedStep:
         state: stays as it is; the steps go on from a copy.
 
     Raises:
-        NotStatic: a state that grows, or is of another structure after a token.
+        NotStatic: a state that grows, or is of another structure after a token, or modules with hooks.
         RuntimeError: a step that waits for the device, or does what a graph cannot hold.
     """
 
@@ -100,8 +100,8 @@ class RecordedStep:
 
     def __init__(self, model: LanguageModel, state: LanguageModelState, count: int = 1, compiled: bool = False):
         for module in model.modules():
-            if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None:
-                raise NotStatic(f"{type(module).__name__} has hooks, or is compiled")
+            if module._compiled_call_impl is not None:
+                raise NotStatic(f"{type(module).__name__} is compiled")
         static, token = static_state(model, state)
         _, after = model.step(token.unsqueeze(1), static.map(torch.clone), donate_state=True)
         start = list(map(_laid_out, _tensors(static), _tensors(after)))  # as a step leaves it
@@ -181,7 +181,14 @@ def _no_reading_back() -> Iterator[None]:
 
 
 def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[LanguageModelState, Tensor]:
-    """A copy of a state whose structure no step changes, and the token `[B]` to step with."""
+    """A copy of a state whose structure no step changes, and the token `[B]` to step with.
+
+    Raises:
+        NotStatic: there is none, or modules have hooks, which would be called once and not for every token.
+    """
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NotStatic(f"{type(module).__name__} has hooks")
     apart = _apart(state)
     token = torch.zeros(count_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
     # also compiles what is compiled

@@ -111,6 +111,13 @@ def test_what_python_counts_is_found_by_a_second_token() -> None:
         RecordedStep(model, after(model, (6, 6)))
 
 
+def test_hooks_are_called_for_every_token_on_every_device() -> None:
+    model = model_of("layer=custom")
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    with torch.inference_mode(), pytest.raises(NotStatic, match="has hooks"):
+        static_state(model, after(model))  # what a CUDA graph starts with, too
+
+
 GROWS = r"the state's .*layers.* before a token and .* after it"  # a cache of keys
 UNLIKE = {"attention": GROWS, "titans_mag": GROWS, "titans": ".", "hook": "has hooks", "compiler": "is invalid"}
 
