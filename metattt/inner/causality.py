@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from types import FunctionType
 from typing import Any
 
@@ -108,9 +109,14 @@ def run_apart(layer: nn.Module, x: Tensor, state: Any = None) -> Any:
     state of the random generators included."""
     values = {name: visible(parameter) for name, parameter in layer.named_parameters()}
     values |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-        torch.manual_seed(0)
-        return functional_call(layer, values, (x, state), {"mask": None, "reset": None})
+    before = random.getstate()  # of Python, which a layer may draw from as well (to leave out a block, say)
+    try:
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            torch.manual_seed(0)
+            random.seed(0)
+            return functional_call(layer, values, (x, state), {"mask": None, "reset": None})
+    finally:
+        random.setstate(before)
 
 
 def visible(parameter: Tensor) -> Tensor:
