@@ -45,11 +45,13 @@ def handed_on(model: LanguageModel, line: Line, scanned: Collection[int] = ()) -
 @contextmanager
 def instead(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
     """In it, `method` stands in the place of the method `name` of this one module."""
+    before = {key: value for key, value in vars(module).items() if key == name}  # one that a user has put there
     module.__dict__[name] = method
     try:
         yield
     finally:
         del module.__dict__[name]
+        module.__dict__.update(before)
 
 
 class Relay:
