@@ -38,14 +38,6 @@ def _unit_views(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [F.normalize(q.detach(), dim=-1).requires_grad_(), F.normalize(k.detach(), dim=-1).requires_grad_(), v]
 
 
-def _decay(shape: Shape, device: str) -> Tensor:
-    return F.logsigmoid(torch.randn(shape[:3], device=device) + 4).requires_grad_()
-
-
-def _rate(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
-    return torch.rand(shape[:3], device=device, dtype=dtype).requires_grad_()
-
-
 def _ttt_inputs(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     batch, length, heads, width = shape
     scale = torch.ones(heads, width, device=device, dtype=dtype)
@@ -83,13 +75,16 @@ def _fla_ttt(file: str, function: str, mini_batch_size: int) -> Made:
 def _fla(file: str, function: str, gates: str, mini_batch_size: int) -> Made:
     """An operation of flash-linear-attention on unit views; `gates`: of `g` and `beta`, those that it takes."""
     operation = getattr(importlib.import_module(f"fla.ops.{file}"), function)
-    made = {"g": lambda *at: _decay(at[0], at[2]), "beta": _rate}
+    made: dict[str, Callable[[Shape, torch.dtype, str], Tensor]] = {
+        "g": lambda shape, _, device: F.logsigmoid(torch.randn(shape[:3], device=device) + 4),
+        "beta": lambda shape, dtype, device: torch.rand(shape[:3], dtype=dtype, device=device),
+    }
 
     def call(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
         o: Tensor = operation(q, k, v, **dict(zip(gates.split(), given, strict=True)))[0]
         return o
 
-    return call, lambda *at: [*_unit_views(*at), *(made[gate](*at) for gate in gates.split())]
+    return call, lambda *at: [*_unit_views(*at), *(made[gate](*at).requires_grad_() for gate in gates.split())]
 
 
 PEERS: dict[str, Callable[[int], Made]] = {
