@@ -69,9 +69,10 @@ class Component(Declared):
             raise MetaTTTError(f"{kind.__name__}.__init__ sets {name!r} before super().__init__(): call that first")
         if value is None and name in self._settings:
             value = self._settings[name].null
+        same = isinstance(value, nn.Module) and self.__dict__.get("_modules", {}).get(name) is value
         super().__setattr__(name, value)
         # the plan holds for training and evaluation mode, and for all values of parameters
-        if self.belongs and name != "training" and not isinstance(value, Tensor):
+        if self.belongs and name != "training" and not (same or isinstance(value, Tensor)):
             self.__dict__["changes"] = self.changes + 1
 
     def extra_repr(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from metattt.errors import MetaTTTError, check_heads
 from metattt.inner.diagnostics import FAILURES
@@ -107,7 +108,8 @@ class PlannedLayer(SequenceLayer):
                 f"learner.step_scale multiplies gradients, whose length {type(rule).__name__} ignores: "
                 "set learner.step_scale=null"
             )
-        with torch.inference_mode(False):  # the parts are looked at with derivatives
+        # the parts are looked at with derivatives, which no checkpoint around the call may count as its own
+        with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x):
             sizes = self.dim, self.num_heads, self.head_dim, width
             plan = make_plan(self._form, self.task, learner, rule, *sizes, kernels(), self.outer)
         plan.basis = self._basis()

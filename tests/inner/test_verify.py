@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, Learner, Linear
@@ -120,7 +121,10 @@ def test_a_module_exchanged_later_is_noticed() -> None:
 
     layer = made(Of(), Linear(), GradientDescent(4))
     assert layer.form == "fused"
+    layer.task.criterion, plan = layer.task.criterion, layer.plan
+    assert layer.plan is plan  # the same as before, as torch's wrappers of activation checkpoints assign it
     layer.task.criterion = nn.HuberLoss(reduction="none")
+    checkpoint(lambda x: layer(x)[0], x().requires_grad_(), use_reentrant=False).sum().backward()  # plans inside of it
     assert layer.form == "dual"
 
 
