@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
 from metattt.state import WHOLE_CALL, Context, State, Tensors
 from metattt.tasks.base import Task, Views
+from metattt.torch_private import saved_tensor_hooks
 
 
 class PlannedLayer(SequenceLayer):
@@ -108,8 +110,9 @@ class PlannedLayer(SequenceLayer):
                 f"learner.step_scale multiplies gradients, whose length {type(rule).__name__} ignores: "
                 "set learner.step_scale=null"
             )
-        # the parts are looked at with derivatives, which no checkpoint around the call may count as its own
-        with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x):
+        hooks = saved_tensor_hooks(False)  # of a checkpoint around the call: what is tried out here is none of its
+        apart = nullcontext() if hooks is None else saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.inference_mode(False), apart:  # the parts are looked at with derivatives
             sizes = self.dim, self.num_heads, self.head_dim, width
             plan = make_plan(self._form, self.task, learner, rule, *sizes, kernels(), self.outer)
         plan.basis = self._basis()
