@@ -1,4 +1,4 @@
-"""What every language model of ours obeys: calls may be cut anywhere, and padding and other documents change nothing."""
+"""Small language models, and what each of ours obeys: calls may be cut anywhere, and padding and other documents change nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def small_model(*overrides: str, noise: float = 0.0, dtype: torch.dtype = torch.float64) -> Any:
+    """The same language model every time; with noise away from its symmetric start, where a lost state would not show."""
+    torch.manual_seed(0)
+    model = instantiate_model(compose(*overrides, job="language_model")).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return model
 
 
 def read_in_pieces(model: Any, ids: Tensor, cuts: list[int]) -> tuple[Tensor, Any]:

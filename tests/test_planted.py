@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from models_for_tests import small_model
 from torch import Tensor
 
 from metattt import TTTLayer
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
 from metattt.inner.recompute import recompute
 from metattt.learners import MLP, Convolution
@@ -22,9 +21,8 @@ from metattt.testing.specimen import randomize
 
 
 def model(*overrides: str) -> LanguageModel:
-    torch.manual_seed(0)
     small = ("dim=32", "num_heads=2", "model.ffn_dim=16", "model.vocab_size=31")
-    return instantiate_model(compose(*small, *overrides, job="language_model")).eval()
+    return small_model(*small, *overrides, dtype=torch.float32)
 
 
 def test_layers_of_other_mini_batches_have_layouts_of_their_own() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import hf_for_tests
 import pytest
 import torch
+from models_for_tests import small_model
 from second_device import DEVICE, There, moved, second_device
 from torch import Tensor, nn
 
 import metattt
 from metattt.adaptation.adapter import Adapter
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 
@@ -46,8 +45,7 @@ def gradients(module: nn.Module, *losses: Tensor) -> list[Tensor]:
 
 def model(layer: str, *overrides: str) -> Any:
     given = (f"layer={layer}", "dim=16", "num_heads=2", "model.num_layers=3", "model.vocab_size=40", *overrides)
-    torch.manual_seed(0)
-    return instantiate_model(compose(*given, job="language_model"))
+    return small_model(*given, dtype=torch.float32).train()
 
 
 def llama() -> Any:

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from models_for_tests import small_model
 from torch import Tensor
 
 from metattt.catalog.known_layers import known_layers
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.data import ByteTokenizer
 from metattt.errors import NotFinite
 from metattt.generation import sampling
@@ -22,12 +21,8 @@ CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL]
 
 
 def make(layer: str = "ttt_linear", *overrides: str) -> LanguageModel:
-    torch.manual_seed(0)
-    model = instantiate_model(compose("preset=tiny", "dim=32", f"layer={layer}", *overrides)).double().eval()
-    with torch.no_grad():  # far enough from the start that the most probable tokens differ from place to place
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    """Far enough from the start that the most probable tokens differ from place to place."""
+    return small_model("preset=tiny", "dim=32", f"layer={layer}", *overrides, noise=0.1)
 
 
 def greedy(model: LanguageModel, ids: Tensor, count: int) -> Tensor:

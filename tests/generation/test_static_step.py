@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from models_for_tests import small_model
 from torch import Tensor, nn
 
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.generation import sampling, static_step
 from metattt.generation.recorder import NotStatic
 from metattt.generation.static_step import WORTH, PlainStep, RecordedStep, one_token_step, static_state
@@ -39,11 +38,10 @@ ALIKE = (
 def model_of(*overrides: str) -> LanguageModel:
     sizes = ("dim=32", "num_heads=2", "model.num_layers=2", f"model.vocab_size={VOCAB}")
     given = {one.partition("=")[0]: one for one in (*sizes, "model=language_model", *overrides)}
-    torch.manual_seed(0)
-    model = instantiate_model(compose(*given.values(), job="language_model"))
+    model = small_model(*given.values(), dtype=torch.float32)
     for block in model.blocks:
         randomize(block.layer)  # type: ignore[arg-type]
-    return model.eval()
+    return model
 
 
 def after(model: LanguageModel, lengths: tuple[int, ...] = (21, 37, 5)) -> LanguageModelState:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from mini_batches import given_of, inputs
+from models_for_tests import small_model
 from operation_cases import DEVICE
 from torch import Tensor
 
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.generation import sampling
 from metattt.generation.sampling import generate
 from metattt.generation.static_step import PlainStep, static_state, step_in_place
@@ -160,11 +159,7 @@ STATIC = (
 def model_of(layer: str, *overrides: str) -> LanguageModel:
     name, *rest = layer.split()
     sizes = ("dim=32", "num_heads=2", "model.num_layers=2", "model.vocab_size=40", *rest, *overrides)
-    made: LanguageModel = instantiate_model(compose(f"layer={name}", *sizes, job="language_model"))
-    with torch.no_grad():
-        for parameter in made.parameters():  # away from initial zeros
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-    return made.eval()
+    return small_model(f"layer={name}", *sizes, noise=0.05, dtype=torch.float32)
 
 
 def addresses(state: Any) -> list[int]:

@@ -3,12 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models_for_tests import TOLERANCE, documents_are_apart, read_in_pieces
+from models_for_tests import TOLERANCE, documents_are_apart, read_in_pieces, small_model
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
 from metattt.models.block import Block, SwiGLU
 from metattt.models.language_model import LanguageModel
@@ -21,13 +19,8 @@ HYBRID = (
 
 
 def make(layer: str = "ttt_linear", *overrides: str) -> LanguageModel:
-    torch.manual_seed(0)
     chosen = layer.split() if "=" in layer else ("model.num_layers=2", f"layer={layer}")
-    model = instantiate_model(compose("dim=16", "num_heads=2", "model.vocab_size=31", *chosen, *overrides)).double().eval()
-    with torch.no_grad():  # away from the symmetric start, where a lost state would not show
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
+    return small_model("dim=16", "num_heads=2", "model.vocab_size=31", *chosen, *overrides, noise=0.05)
 
 
 def tokens(*shape: int) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models_for_tests import small_model
 from refusals_for_tests import refusal
 from runs_for_tests import write_corpus
 
@@ -17,7 +18,6 @@ from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
 from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.generation.generate import generate
 from metattt.models import LanguageModel
@@ -36,8 +36,7 @@ TINY = (
 
 
 def make(*overrides: str) -> LanguageModel:
-    torch.manual_seed(0)
-    return instantiate_model(compose(*overrides, "model.vocab_size=31", job="language_model")).double().eval()
+    return small_model(*overrides, "model.vocab_size=31")
 
 
 # -- the pattern -------------------------------------------------------------------------------------------------------

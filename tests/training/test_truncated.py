@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from models_for_tests import small_model
 from processes_for_tests import two_processes
 from runs_for_tests import TINY, column
 from saved import SavedBytes
 from torch import Tensor, nn
 
 from metattt.cli import main
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.data.windows import NO_TOKEN
 from metattt.models.language_model import LanguageModel
 from metattt.training.recipes import AdamW
@@ -37,12 +36,7 @@ LAYERS = {
 
 def tiny(*overrides: str) -> LanguageModel:
     sizes = (f"model.vocab_size={VOCABULARY}", "dim=8", "num_heads=2", "model.num_layers=2", "layer.group_size=0")
-    torch.manual_seed(0)
-    model = instantiate_model(compose(*sizes, *overrides, job="language_model")).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, dtype=torch.float64))
-    return model
+    return small_model(*sizes, *overrides, noise=0.2).train()
 
 
 def windows(length: int = LENGTH) -> Tensor:
