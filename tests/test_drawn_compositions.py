@@ -358,47 +358,31 @@ def made(learner: Learner, rule: InnerOptimizer) -> TTTLayer:
     return Specimen(lambda: learner, Reconstruction, lambda: rule).make()
 
 
-@pytest.mark.parametrize("masks", [("11 11", "00 10", "1101 1111"), ("1111111 1111100",)], ids=["a call of padding", "cut"])
-@pytest.mark.parametrize("rule", [
+PASSES: list[Callable[[], InnerOptimizer]] = [
     lambda: GradientDescent(3, read="final", steps=2),
+    lambda: GradientDescent(3, read="final", steps=2, anchor="batch"),  # gradients of both calls begin at W0
     lambda: Momentum(3, read="final", steps=2, anchor="batch"),
     lambda: Sign(3, read="final", steps=2),
     lambda: Adam(3, read="final", steps=3),
     lambda: MirrorDescent(3, read="final", steps=3),
     lambda: GradientDescent(3, read="final", steps=3, token_steps="shared"),
+]
+
+
+@pytest.mark.parametrize(("make", "masks"), [
+    # a call without tokens changes nothing, and each pass commits the mini-batch that the call cuts off
+    *((lambda rule=rule: made(Linear(), rule()), masks) for rule in PASSES
+      for masks in (("11 11", "00 10", "1101 1111"), ("1111111 1111100",))),
+    # the query of padding is 0, and the sum of a linear kernel's values, too
+    (lambda: made(GlobalEstimator(kernel="linear"), Append()), ("1011 1000",)),
 ])  # fmt: skip
-def test_passes_over_a_call(rule: Callable[[], InnerOptimizer], masks: tuple[str, ...]) -> None:
-    """A call without tokens changes nothing, and each pass commits the mini-batch that the call cuts off."""
+def test_calls_with_padding(make: Callable[[], TTTLayer], masks: tuple[str, ...]) -> None:
     calls = [flags(*rows.split()) for rows in masks]
     calls = [Call(torch.randn(*mask.shape, 8, dtype=torch.float64), mask) for mask in calls]
-    layer = made(Linear(), rule())
+    layer = make()
     for y, expected, call in zip(run(layer, calls), outputs(layer, calls), calls, strict=True):
         if call.mask.any(1).all():
             torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_the_anchor_of_a_sequence_outlasts_passes() -> None:
-    """Of two calls in two passes each, both begin with gradients at W0 (`anchor=batch`), written out here."""
-    rule = GradientDescent(read="final", anchor="batch", steps=2, lr="constant", lr_scale="none", base_lr=0.3)
-    layer = TTTLayer(8, 1, Reconstruction(), Linear(bias=False, residual=False, norm=False), rule, output_norm=False).double()
-    w = first = layer.learner.init["w1"][0]
-    layer.out.weight.data.normal_()
-    for part in (layer.task.k, layer.task.v, layer.task.q):
-        part.weight.data.normal_()
-    state = None
-    for x in torch.randn(2, 1, 5, 8, dtype=torch.float64):
-        y, state = layer(x, state)
-        k, v, q = (part(x[0]) for part in (layer.task.k, layer.task.v, layer.task.q))
-        w = w - 0.3 * k.mT @ (k @ first - v)
-        w = w - 0.3 * k.mT @ (k @ w - v)
-        torch.testing.assert_close(y[0], layer.out(q @ w))
-
-
-def test_padding_is_no_query_of_a_global_estimator() -> None:
-    """Its query is 0, and the sum of a linear kernel's values, too."""
-    call = Call(torch.randn(2, 4, 8, dtype=torch.float64), flags("1011", "1000"))
-    layer = made(GlobalEstimator(kernel="linear"), Append())
-    torch.testing.assert_close(run(layer, [call]), outputs(layer, [call]), rtol=1e-9, atol=1e-12)
 
 
 def test_a_query_that_meets_no_key_of_a_global_estimator() -> None:
