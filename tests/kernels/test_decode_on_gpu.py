@@ -16,7 +16,6 @@ from torch import Tensor
 from metattt.generation import sampling
 from metattt.generation.sampling import generate
 from metattt.generation.static_step import PlainStep, static_state, step_in_place
-from metattt.inner.tokens import MiniBatches
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
@@ -52,14 +51,8 @@ def pair(name: str, steps: Any = "shared") -> tuple[TTTLayer, TTTLayer, OnGPU]:
 
 def counted(kernel: OnGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every call of `advance` from here on."""
-    calls: list[int] = []
-    advance = kernel.advance
-
-    def counting(given: MiniBatches, *rest: Any) -> Any:
-        calls.append(given.tokens.k.shape[2])
-        return advance(given, *rest)
-
-    monkeypatch.setattr(kernel, "advance", counting)
+    calls, advance = list[int](), kernel.advance
+    monkeypatch.setattr(kernel, "advance", lambda given, *rest: calls.append(given.tokens.k.shape[2]) or advance(given, *rest))
     return calls
 
 

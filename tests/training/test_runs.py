@@ -182,20 +182,24 @@ def test_killed_between_the_last_checkpoint_and_the_last_validation(
     assert log(run) == log(whole)
 
 
+def validate_with(monkeypatch: pytest.MonkeyPatch, metric: str, *values: float) -> None:
+    """Each validation logs the next of these."""
+    coming, end = iter(values), LanguageModeling.on_validation_epoch_end
+
+    def validated(self: Any) -> None:
+        end(self)
+        self.log(f"validation/{metric}", next(coming))
+
+    monkeypatch.setattr(LanguageModeling, "on_validation_epoch_end", validated)
+
+
 @pytest.mark.parametrize(("metric", "best"), [("made_up", 4), ("made_up_top1", 2)])  # the larger, of an accuracy
 def test_the_last_ones_and_the_best_are_kept(
     metric: str, best: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = iter([5.0, 2.0, 3.0, 4.0])  # at steps 2, 4, 6 and 8
-    end = LanguageModeling.on_validation_epoch_end
-
-    def validated(self: Any) -> None:
-        end(self)
-        self.log(f"validation/{metric}", next(losses))
-
     settings = (f"callbacks.checkpoint.best=validation/{metric}", "callbacks.checkpoint.every_steps=1")
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModeling, "on_validation_epoch_end", validated)
+        validate_with(patch, metric, 5.0, 2.0, 3.0, 4.0)  # at steps 2, 4, 6 and 8
         assert train(eight(corpus, tmp_path / "run", *settings)) == 0
     assert steps(tmp_path / "run") == [8, 7, best]
     resume = (f"resume={tmp_path / 'run'}", "trainer.max_steps=9", "callbacks.checkpoint.best=validation/loss")
@@ -206,14 +210,8 @@ def test_the_last_ones_and_the_best_are_kept(
 
 
 def test_the_validation_after_the_last_step_counts_as_well(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([5.0, 4.0, 1.0, 2.0, 3.0])  # at steps 3, 6 and 8, where the run ends, and at 9 and 12 of the one that goes on
-    end = LanguageModeling.on_validation_epoch_end
-
-    def validated(self: Any) -> None:
-        end(self)
-        self.log("validation/made_up", next(losses))
-
-    monkeypatch.setattr(LanguageModeling, "on_validation_epoch_end", validated)
+    # at steps 3, 6 and 8, where the run ends, and at 9 and 12 of the one that goes on
+    validate_with(monkeypatch, "made_up", 5.0, 4.0, 1.0, 2.0, 3.0)
     settings = ("trainer.val_check_interval=3", "callbacks.checkpoint.best=validation/made_up", "callbacks.checkpoint.every_steps=1")
     assert train(eight(corpus, tmp_path / "run", *settings)) == 0
     assert train(compose(f"resume={tmp_path / 'run'}", "trainer.max_steps=12")) == 0
