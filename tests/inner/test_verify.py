@@ -99,13 +99,19 @@ def test_what_is_squared_error_by_itself_is_taken() -> None:
     assert made(Mine(), plain(), GradientDescent(4, "online")).plan.form == "solved"
 
 
-@pytest.mark.parametrize("learner", LEARNERS)
-def test_a_setting_changed_later_is_noticed(learner: str) -> None:
-    layer = made(Reconstruction(), LEARNERS[learner](), rule(learner))
-    oracle = made(Reconstruction(loss="huber", huber_delta=0.5), LEARNERS[learner](), rule(learner), "primal")
+@pytest.mark.parametrize(("name", "settings", "task", "learner"), [
+    *((name, {"task.loss_name": "huber", "task.huber_delta": 0.5}, Reconstruction(loss="huber", huber_delta=0.5), make())
+      for name, make in LEARNERS.items()),
+    ("mlp", {"learner.activation": "relu"}, Reconstruction(), MLP(activation="relu")),
+])  # fmt: skip
+def test_a_setting_changed_later_is_noticed(name: str, settings: dict[str, Any], task: Task, learner: Learner) -> None:
+    layer = made(Reconstruction(), LEARNERS[name](), rule(name))
+    oracle = made(task, learner, rule(name), "primal")
     oracle.load_state_dict(layer.state_dict())
     run(layer, x())
-    layer.task.loss_name, layer.task.huber_delta = "huber", 0.5
+    for setting, value in settings.items():
+        part, _, attribute = setting.partition(".")
+        setattr(getattr(layer, part), attribute, value)
     assert compare(run(layer, x(), grads=True), run(oracle, x(), grads=True)) < BOUND
     assert layer.form == layer.plan.form == "dual"
 

@@ -13,7 +13,8 @@ from metattt.models.language_model import LanguageModel
 
 LAYERS = ("ttt_linear", "ttt_mlp", "linear_attention", "attention", "delta_net", "nested_ttt")
 HYBRID = (
-    "model.num_layers=3 model.blocks=ttt_mlp*2+window_attention model.blocks.ttt_mlp.optimizer.mini_batch_size=8 "
+    "model.num_layers=3 model.blocks=ttt_mlp+ttt_linear+window_attention model.blocks.ttt_mlp.optimizer.mini_batch_size=4 "
+    "model.blocks.ttt_linear.optimizer.mini_batch_size=6 "
     "model.blocks.window_attention.learner.window=6 model.blocks.window_attention.learner.sinks=1"
 )
 
