@@ -11,6 +11,7 @@ beside the largest number of the tensor (of all derivatives of the layer where t
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -53,45 +54,39 @@ def cases(layer: nn.Module, x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(path: str, weights: str | None, names: Sequence[str]) -> None:
-    """What this checkout computes, with the weights of another one where they are given."""
+    """What this checkout computes, with the weights of another one where they are given: by layer and type, then by case, tensors."""
     import metattt
 
     known = torch.load(weights) if weights else {}
     found: dict[str, dict[str, Any]] = {}
     folder = Path(metattt.__file__).parent / "configs" / "layer"
     names = names or sorted(p.stem for p in folder.glob("*.yaml") if p.stem != "custom")
-    for name in names:
-        for dtype in LIMITS:
-            torch.manual_seed(0)
-            key = f"{name} {dtype}"
-            layer = metattt.build(f"layer={name}", "dim=32", "num_heads=2").to(getattr(torch, dtype))
-            if key in known:
-                layer.load_state_dict(known[key]["weights"])
-            else:  # away from zeros and ones that would hide a term
-                draw = torch.Generator().manual_seed(1)
-                with torch.no_grad():
-                    for p in layer.parameters():
-                        p += 0.02 * torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p)
-            entry = {"weights": layer.state_dict()}
-            x = torch.randn(2, 70, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-            x = x.to(getattr(torch, dtype)).requires_grad_()
-            wanted = {"x": x, **{n: p for n, p in layer.named_parameters() if p.requires_grad}}
-            todo = cases(layer, x)
-            while True:
-                try:
-                    case, y = next(todo)
-                except StopIteration:
-                    break
-                except Exception as error:  # what a layer refuses must stay refused (the cases after it are not run)
-                    entry["refused"] = type(error).__name__ + ": " + str(error).splitlines()[0][:100]
-                    break
-                entry[case] = y.detach()
+    for name, dtype in itertools.product(names, LIMITS):
+        torch.manual_seed(0)
+        layer = metattt.build(f"layer={name}", "dim=32", "num_heads=2").to(getattr(torch, dtype))
+        if (key := f"{name} {dtype}") in known:
+            layer.load_state_dict(known[key]["weights"])
+        else:  # away from zeros and ones that would hide a term
+            draw = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p += 0.02 * torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p)
+        found[key] = entry = {"weights": layer.state_dict(), "refused": ""}
+        x = normal(2, 2, 70, 32).to(getattr(torch, dtype)).requires_grad_()
+        wanted = {"x": x, **{n: p for n, p in layer.named_parameters() if p.requires_grad}}
+        try:
+            for case, y in cases(layer, x):
+                entry[case] = {"outputs": y.detach()}
                 if y.requires_grad:
-                    c = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(y)
-                    grads = torch.autograd.grad((y * c).sum(), list(wanted.values()), allow_unused=True)
-                    entry[case + " grads"] = dict(zip(wanted, grads, strict=True))
-            found[key] = entry
+                    grads = torch.autograd.grad((y * normal(3, *y.shape).to(y)).sum(), list(wanted.values()), allow_unused=True)
+                    entry[case] |= dict(zip(wanted, grads, strict=True))
+        except Exception as error:  # what a layer refuses must stay refused (the cases after it are not run)
+            entry["refused"] = type(error).__name__ + ": " + str(error).splitlines()[0][:100]
     torch.save(found, path)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def distance(a: Tensor | None, b: Tensor | None, scale: float) -> float:
@@ -110,24 +105,21 @@ def compare(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> i
     """Prints a line for every layer and type, and returns how many differ."""
     bad = 0
     for key, before in old.items():
-        after, worst = new.get(key), dict[str, float]()
-        if after is None or set(before) != set(after) or before.get("refused") != after.get("refused"):
-            print(f"{key:40s} DIFFERS: {before.get('refused')} / {None if after is None else after.get('refused')}")
+        after, worst = new.get(key, {"refused": "not there"}), {"outputs": 0.0, "derivatives": 0.0}
+        if before.keys() != after.keys() or before["refused"] != after["refused"]:
+            print(f"{key:40s} DIFFERS: {before['refused']} / {after['refused']}")
             bad += 1
             continue
-        for case, value in before.items():
-            if case.endswith("grads"):
-                top = max((float(g.abs().max()) for g in value.values() if g is not None and g.numel()), default=0)
-                for name, gradient in value.items():
-                    found = distance(gradient, after[case].get(name), 1e-3 * top)
-                    worst["grads"] = max(worst.get("grads", 0), found)
-            elif case not in ("weights", "refused"):
-                worst["outputs"] = max(worst.get("outputs", 0), distance(value, after[case], 0))
-        wrong = max(worst.values(), default=0) > LIMITS[key.split()[1]]
+        for case in before.keys() - {"weights", "refused"}:
+            grads = [g for name, g in before[case].items() if name != "outputs" and g is not None and g.numel()]
+            top = 1e-3 * max((float(g.abs().max()) for g in grads), default=0)
+            for name, value in before[case].items():
+                kind, scale = ("outputs", 0.0) if name == "outputs" else ("derivatives", top)
+                worst[kind] = max(worst[kind], distance(value, after[case].get(name), scale))
+        wrong = max(worst.values()) > LIMITS[key.split()[1]]
         bad += wrong
-        said = before.get("refused", "")
-        figures = f"outputs {worst.get('outputs', 0):.1e}  derivatives {worst.get('grads', 0):.1e}"
-        print(f"{key:40s} {figures}{'  DIFFERS' if wrong else ''}  {said[:60]}")
+        figures = "  ".join(f"{kind} {value:.1e}" for kind, value in worst.items())
+        print(f"{key:40s} {figures}{'  DIFFERS' if wrong else ''}  {before['refused'][:60]}")
     print(f"{len(old)} compared, {bad} differ")
     return bad
 
