@@ -23,10 +23,9 @@ from comparisons.rows import rows
 from refusals_for_tests import refusal
 from report import markdown_table
 
-from metattt import bench
+from metattt import MetaTTTError, bench
 from metattt.cli import main
 from metattt.composition.compose import compose
-from metattt.errors import MetaTTTError
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.optimizers import GradientDescent
 

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from metattt import MetaTTTError, TTTLayer, load_model
 from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
-from metattt.checkpoints.trained import load_model
 from metattt.combined import Combined
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
 from metattt.learners import KernelEstimator, Linear
 from metattt.models import LanguageModel
 from metattt.models.published_config import PublishedConfig

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import pytest
 from torch import nn
 
-from metattt import TTTLayer
+from metattt import MetaTTTError, TTTLayer
 from metattt.composition.signatures import constructor
 from metattt.declared import Declared
-from metattt.errors import MetaTTTError
 from metattt.learners import Learner, Linear, Weight
 from metattt.optimizers import GradientDescent, InnerOptimizer
 from metattt.setting import setting

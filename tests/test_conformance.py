@@ -29,13 +29,7 @@ from metattt.learners import (
 )
 from metattt.optimizers import Adam, Append, BlockMomentum, GradientDescent, Momentum
 from metattt.tasks import LaCTViews, NextToken, Reconstruction
-from metattt.testing import (
-    Conformance,
-    LearnerConformance,
-    OptimizerConformance,
-    Specimen,
-    TaskConformance,
-)
+from metattt.testing import Conformance, LearnerConformance, OptimizerConformance, Specimen, TaskConformance
 from metattt.testing.conformance import published_task
 from metattt.testing.report import specimen_of
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import metattt
+from metattt import MetaTTTError, TTTLayer
 from metattt.catalog.known_layers import known_layers
-from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
 from metattt.learners import Convolution, GlobalEstimator, Learner, ModuleLearner, SwiGLU
 from metattt.optimizers import GradientDescent, InnerOptimizer
 from metattt.tasks import DecodedReconstruction, NextToken, Reconstruction, Task

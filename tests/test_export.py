@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import metattt
+from metattt import MetaTTTError, TTTLayer
 from metattt.catalog.known_layers import known_layers
-from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
 from metattt.models import LanguageModel
 from metattt.optimizers import GradientDescent

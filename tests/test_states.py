@@ -18,16 +18,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import metattt
+from metattt import MetaTTTError, State
 from metattt.checkpoints.tensors import read_described, write_tensors
 from metattt.data.text import ByteTokenizer
-from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.generation.text import generate_text
 from metattt.learners import KernelEstimator
 from metattt.models import LanguageModel
 from metattt.models.language_model import LanguageModelState
 from metattt.nested import tensors_of
-from metattt.state import State
 
 CAUSAL = ("ttt_linear", "gated_delta_net", "attention", "titans", "lact", "nested_ttt", "longhorn", "mamba", "mamba2_mixer")
 CAUSAL += ("lact_block", "titans_mag", "titans_mal")

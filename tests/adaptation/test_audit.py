@@ -17,8 +17,7 @@ from metattt import Adapter
 from metattt.adaptation.adapter import Adapted, Score
 from metattt.adaptation.audit import Scorer, leaks, repeated, unseen
 from metattt.models import LanguageModel
-from metattt.optimizers import Adam, BlockMomentum
-from metattt.optimizers.block import BlockRule
+from metattt.optimizers import Adam, BlockMomentum, BlockRule
 
 V = 24
 TEXT = [torch.randint(0, V, (n,), generator=torch.Generator().manual_seed(n)) for n in (26, 21)]

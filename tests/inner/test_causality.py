@@ -15,15 +15,14 @@ import torch
 from refusals_for_tests import refusal
 from torch import Tensor, nn
 
+from metattt import TTTLayer, load_model
 from metattt.catalog.known_layers import known_layers
 from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.record import RECORD, make_record
-from metattt.checkpoints.trained import load_model
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
 from metattt.inner.causality import Causality, declared, found_out
-from metattt.layer import TTTLayer
 from metattt.learners import Linear
 from metattt.models.language_model import LanguageModel
 from metattt.optimizers import Gates, GradientDescent

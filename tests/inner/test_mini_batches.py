@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from metattt import TTTLayer
-from metattt.errors import MetaTTTError
+from metattt import MetaTTTError, TTTLayer
 from metattt.learners import (
     ChebyshevRidge,
     Convolution,
+    FastWeights,
     GlobalEstimator,
     KernelEstimator,
     KernelRidge,
@@ -24,7 +24,6 @@ from metattt.learners import (
     RecurrentRidge,
     Weight,
 )
-from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
 from metattt.optimizers import Append, BlockRule, Gates, GradientDescent, InnerOptimizer, StepSize, WholeSequence
 from metattt.state import Context, Tensors

@@ -20,8 +20,7 @@ from metattt.inner import execution
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, Learner, Linear, Transformer
-from metattt.optimizers import GradientDescent, InnerOptimizer, StateGated
-from metattt.optimizers.block import BlockMomentum
+from metattt.optimizers import BlockMomentum, GradientDescent, InnerOptimizer, StateGated
 from metattt.tasks import Reconstruction
 from metattt.testing import LAWS, Specimen
 from metattt.testing.specimen import cotangent, distance

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import metattt
+from metattt import MetaTTTError, TTTLayer
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.errors import MetaTTTError
 from metattt.inner import packing
-from metattt.layer import TTTLayer
 from metattt.learners import Linear, kernel_estimator
 from metattt.optimizers import BlockRule, GradientDescent
 from metattt.tasks import Reconstruction

@@ -13,6 +13,7 @@ from models_for_tests import small_model
 from operation_cases import DEVICE
 from torch import Tensor
 
+from metattt import State, TTTLayer
 from metattt.generation import sampling
 from metattt.generation.sampling import generate
 from metattt.generation.static_step import PlainStep, static_state, step_in_place
@@ -20,13 +21,10 @@ from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
-from metattt.layer import TTTLayer
-from metattt.learners.linear import Linear
-from metattt.learners.mlp import MLP
+from metattt.learners import MLP, Linear
 from metattt.models.language_model import LanguageModel
 from metattt.nested import tensors_of
 from metattt.optimizers.gradient_descent import GradientDescent
-from metattt.state import State
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import Specimen, distance, state_distance
 

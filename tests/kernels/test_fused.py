@@ -15,15 +15,13 @@ import torch
 from refusals_for_tests import refusal
 from torch import Tensor
 
+from metattt import MetaTTTError, TTTLayer
 from metattt.composition.compose import LAYER_PARTS, build, compose
 from metattt.composition.instantiate import instantiate_layer
-from metattt.errors import MetaTTTError
 from metattt.inner.loop import InnerLoop
 from metattt.kernels.base import Kernel, kernels
 from metattt.kernels.cpu.native_scan import NativeForm
-from metattt.layer import TTTLayer
-from metattt.learners.linear import Linear
-from metattt.learners.mlp import MLP
+from metattt.learners import MLP, Linear
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.registry import PARAMETERS
 from metattt.state import Tensors

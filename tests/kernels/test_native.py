@@ -25,14 +25,11 @@ from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.layer import TTTLayer
-from metattt.learners.linear import Linear
-from metattt.learners.mlp import MLP
+from metattt.learners import MLP, Linear
 from metattt.native import library as native
 from metattt.native.threads import divide
-from metattt.optimizers.base import Gates
-from metattt.optimizers.gradient_descent import GradientDescent
-from metattt.tasks.base import Views
-from metattt.tasks.reconstruction import Reconstruction
+from metattt.optimizers import Gates, GradientDescent
+from metattt.tasks import Reconstruction, Views
 
 KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
 BOUND = 1e-4

@@ -14,8 +14,7 @@ from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.layer import TTTLayer
-from metattt.learners.linear import Linear
-from metattt.learners.mlp import MLP
+from metattt.learners import MLP, Linear
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import Specimen, compare, cotangent, distance, run, state_distance

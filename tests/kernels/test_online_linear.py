@@ -9,21 +9,16 @@ import test_drawn_compositions as drawing
 import torch
 from torch import Tensor
 
-from metattt.composition.compose import build
-from metattt.errors import MetaTTTError
+from metattt import MetaTTTError, TTTLayer, build
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.online_linear.naive import online_linear
 from metattt.kernels.online_linear.native import SOURCE, NativeOnlineDot, NativeOnlineLinear
 from metattt.kernels.online_linear.rule import OnlineLinear, pairs_of
-from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.native.library import load
-from metattt.optimizers.base import Gates
-from metattt.optimizers.gradient_descent import GradientDescent
-from metattt.optimizers.momentum import Momentum
+from metattt.optimizers import Gates, GradientDescent, Momentum
 from metattt.state import Tensors
-from metattt.tasks.base import Views
-from metattt.tasks.reconstruction import Reconstruction
+from metattt.tasks import Reconstruction, Views
 from metattt.testing.specimen import compare, distance, run
 
 pytestmark = pytest.mark.skipif(load(SOURCE, {}) is None, reason="no compiler")

@@ -12,8 +12,7 @@ from torch import Tensor
 from metattt.learners import LogLinear, RecurrentRidge
 from metattt.optimizers import Append
 from metattt.state import Context, DataGates, Tensors
-from metattt.tasks import Reconstruction
-from metattt.tasks.base import Views
+from metattt.tasks import Reconstruction, Views
 from metattt.testing.specimen import Specimen
 
 

@@ -11,13 +11,11 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 import metattt
-from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
+from metattt import MetaTTTError, TTTLayer
 from metattt.learners import RecurrentRidge
 from metattt.optimizers import Append
 from metattt.state import Context, DataGates
-from metattt.tasks import Reconstruction
-from metattt.tasks.base import Views
+from metattt.tasks import Reconstruction, Views
 from metattt.testing.specimen import Specimen, cotangent, run
 
 DOUBLE = torch.float64

@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from metattt.composition.compose import build
-from metattt.layer import TTTLayer
+from metattt import TTTLayer, build
 from metattt.learners import Learner, Linear, NestedTTT
 from metattt.optimizers import GradientDescent
 from metattt.tasks import Reconstruction

@@ -15,8 +15,7 @@ from torch import Tensor
 import metattt
 import metattt.models.timm
 from metattt.errors import MetaTTTError
-from metattt.learners.depthwise import Depthwise
-from metattt.learners.fast_weights import FastWeights
+from metattt.learners import Depthwise, FastWeights
 from metattt.testing.specimen import randomize
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "vittt_block.npz")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import metattt
-from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
+from metattt import MetaTTTError, TTTLayer
 from metattt.learners import KernelEstimator
 from metattt.optimizers import Append
 from metattt.tasks import Reconstruction

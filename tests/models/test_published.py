@@ -16,13 +16,12 @@ from refusals_for_tests import refusal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from metattt import MetaTTTError, load_model
 from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
-from metattt.checkpoints.trained import load_model
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.errors import MetaTTTError
 from metattt.models import LanguageModel, from_published, to_published
 from metattt.models.published_config import build_empty
 

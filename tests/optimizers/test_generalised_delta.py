@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelRidge, Linear
-from metattt.optimizers import Append, GradientDescent, KeyStep, Momentum
-from metattt.optimizers.base import Gates
+from metattt.optimizers import Append, Gates, GradientDescent, KeyStep, Momentum
 from metattt.state import Context, Tensors
-from metattt.tasks import Reconstruction, WindowViews
-from metattt.tasks.base import Views
-from metattt.testing import LAWS
-from metattt.testing.specimen import Specimen
+from metattt.tasks import Reconstruction, Views, WindowViews
+from metattt.testing import LAWS, Specimen
 
 DIM, HEADS = 8, 2
 LINEAR = {"residual": False, "norm": False, "bias": False}

@@ -12,19 +12,13 @@ import torch
 from refusals_for_tests import refusal
 from torch import Tensor, nn
 
-from metattt import build, optimizers
-from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
-from metattt.learners import MLP, KernelEstimator, Linear
-from metattt.learners.base import Learner
-from metattt.learners.weight import Weight
+from metattt import MetaTTTError, TTTLayer, build, optimizers
+from metattt.learners import MLP, KernelEstimator, Learner, Linear, Weight
 from metattt.modules import expand_like
 from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Momentum, StepSize, WholeSequence
 from metattt.state import Context, Tensors
-from metattt.tasks import Reconstruction
-from metattt.tasks.lact import LaCTViews
-from metattt.testing.laws import LAWS
-from metattt.testing.specimen import Specimen
+from metattt.tasks import LaCTViews, Reconstruction
+from metattt.testing import LAWS, Specimen
 
 BOUND = 1e-9
 LETTERS = {"a": "alpha", "b": "beta", "k": "kappa"}

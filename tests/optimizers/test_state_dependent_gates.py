@@ -13,8 +13,7 @@ from metattt.inner.committed import Committed
 from metattt.learners import Linear
 from metattt.optimizers import BlockMomentum, Gates, GradientDescent, InnerOptimizer, Momentum
 from metattt.tasks import Reconstruction
-from metattt.testing.laws import LAWS
-from metattt.testing.specimen import Specimen
+from metattt.testing import LAWS, Specimen
 
 task = partial(Reconstruction, normalize_qk=True)
 

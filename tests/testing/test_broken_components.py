@@ -14,8 +14,7 @@ from torch import Tensor
 
 from metattt.composition.compose import compose
 from metattt.learners import MLP, FastWeights, Learner, Weight
-from metattt.optimizers import BlockMomentum, Gates, GradientDescent, InnerOptimizer
-from metattt.optimizers.base import Coefficients
+from metattt.optimizers import BlockMomentum, Coefficients, Gates, GradientDescent, InnerOptimizer
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction, Task, Views
 from metattt.testing import LAWS, LearnerConformance, NotApplicable, OptimizerConformance, Specimen, check

@@ -10,11 +10,10 @@ from refusals_for_tests import refusal
 from runs_for_tests import TINY, after_step
 from torch import nn
 
+from metattt import MetaTTTError, TTTLayer
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import build, compose
-from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
 from metattt.training.callbacks import LossCurve
 from metattt.training.divergence import Divergence, listed, not_finite, overflows
 from metattt.training.text_module import LanguageModeling

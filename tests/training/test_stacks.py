@@ -13,12 +13,11 @@ from refusals_for_tests import refusal
 from runs_for_tests import write_corpus
 
 import metattt
+from metattt import MetaTTTError, load_model
 from metattt.checkpoints.convert import convert
 from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
-from metattt.checkpoints.trained import load_model
 from metattt.composition.compose import compose
-from metattt.errors import MetaTTTError
 from metattt.generation.generate import generate
 from metattt.models import LanguageModel
 from metattt.training.building import differences
