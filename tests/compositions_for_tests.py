@@ -7,13 +7,10 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -68,13 +65,3 @@ def remembering(compose: Callable[[list[str], str], Composed]) -> Callable[[list
 def light(repository: CachingConfigRepository, delegate: ConfigRepository) -> None:
     """As Hydra begins a composition, without a copy of every schema there is."""
     repository.delegate, repository.cache = copy.copy(delegate), {}
-
-
-def read_once(source: ImportlibResourcesConfigSource, file: Any, known: dict[str, ConfigResult] = {}) -> ConfigResult:  # noqa: B006
-    """A configuration of the package, as Hydra reads it."""
-    if str(file) not in known:
-        known[str(file)] = READ(source, file)
-    return copy.deepcopy(known[str(file)])
-
-
-READ = ImportlibResourcesConfigSource._read_config

@@ -59,7 +59,6 @@ def _composed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, "_compose", quick.remembering(compose._compose))
         patch.setattr(quick.CachingConfigRepository, "__init__", quick.light)
-        patch.setattr(quick.ImportlibResourcesConfigSource, "_read_config", quick.read_once)
         yield
 
 
