@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from refusals_for_tests import refusal
-from runs_for_tests import column, rows, steps
+from runs_for_tests import column, rows, steps, tiny, write_corpus
 from timm.data import create_transform
 
 import metattt
@@ -45,12 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name in ("a", "b"):
         assert train(compose(*TINY, f"seed={ord(name)}", f"output_dir={folder / name}")) == 0
-    text = folder / "text.txt"
-    text.write_text("a text to read " * 60)
-    assert train(compose(
-        "dim=16", "num_heads=2", "model.num_layers=1", f"data.path={text}", "data.context_length=16", "data.batch_size=2",
-        "trainer.max_steps=1", "trainer.accelerator=cpu", "sample=false", f"output_dir={folder / 'text'}",
-    )) == 0  # fmt: skip
+    assert train(tiny(write_corpus(folder / "corpus"), folder / "text", "trainer.max_steps=1")) == 0
     return folder
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metattt import TTTLayer, build
 from metattt.measures.inner_steps import inner_losses
-from metattt.testing.specimen import compare, distance, run
+from metattt.testing.specimen import distance
 
 GOLDEN: Any = np.load(Path(__file__).parents[1] / "golden" / "mttt_layer.npz")
 STEPS = {"mlp1": 1, "mlp4": 4, "lin": 1}
@@ -88,9 +88,3 @@ def test_sgd_is_repeatable_with_a_seed() -> None:
     assert not torch.equal(free(x)[0], free(x)[0])
     losses = inner_losses(seeded, x)
     assert losses.shape == (5, 4) and torch.equal(losses, inner_losses(seeded, x))
-
-
-def test_sgd_in_chunks_equals_sgd_at_once() -> None:
-    x, given = torch.randn(2, 40, 32, dtype=torch.float64), (*SGD, "seed=0", "optimizer.seed=0")
-    whole, *chunks = (run(build(*given, f"optimizer.compute_chunk={n}").double(), x, grads=True) for n in (2048, 3, 10))
-    assert all(compare(one, whole) < 1e-9 for one in chunks)
