@@ -61,7 +61,6 @@ def test_what_came_of_a_command_is_seen(main: Main, kind: str, tmp_path: Path) -
 # -- the attacks, with ours and with careless commands -----------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_nothing_is_silently_wrong(home: Path) -> None:
     seed = int(time.time()) % 1000
     tally, draw, artifacts = Tally(), random.Random(seed), Artifacts(home)
@@ -72,7 +71,6 @@ def test_nothing_is_silently_wrong(home: Path) -> None:
     assert reads >= 20 and sum(counts["clear error"] for counts in tally.values()) > reads / 2
 
 
-@pytest.mark.slow
 def test_bad_commands(tmp_path: Path) -> None:
     seed = int(time.time()) % 1000
     tally = Tally()

@@ -50,7 +50,6 @@ def table(folder: Path) -> list[dict[str, str]]:
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     """With joblib, as the issue of every cluster: SIGKILL to the sweep while two runs are under way."""
     command = [sys.executable, "-m", "metattt", "train", "-m", *TINY, "trainer.max_steps=120", "seed=0,1"]
@@ -93,7 +92,6 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     assert "->" not in third.stdout.partition("\n")[2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code", "jobs"), [(signal.SIGINT, 130, 2), (signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0)])
 def test_a_signal_waits_for_checkpoints(here: Path, number: int, code: int, jobs: int) -> None:
     """Joblib ends at Ctrl-C what its workers have started: the runs are asked first, and no further one begins. Without it,
@@ -114,7 +112,6 @@ def test_a_signal_waits_for_checkpoints(here: Path, number: int, code: int, jobs
     assert not list((here / "sweep").glob(".*"))
 
 
-@pytest.mark.slow
 def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "my_learner.py").write_text(
         "from metattt.learners import Learner, Weight\n"
@@ -140,7 +137,6 @@ def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.C
     assert "with trainer.max_steps=2 and without trainer.max_steps=9" in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.slow
 def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "-m", *TINY, "trainer.max_steps=2", "training.lr=interval(0.001,0.1)", "hydra/sweeper=optuna"]
     command += ["hydra.sweeper.n_jobs=1", "hydra.sweep.dir=sweep", "layer=linear_attention"]
