@@ -76,25 +76,17 @@ class Odd(nn.Module):
         return self.habit(x), x[:, -1]
 
 
-def halved_if_large(x: Tensor) -> Tensor:
-    return x / 2 if x.abs().sum() > 1e9 else x
+HABITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "halved if large": lambda x: x / 2 if x.abs().sum() > 1e9 else x,
+    "beside torch": lambda x: torch.from_numpy(x.detach().numpy() * 2),
+    "through a transform": lambda x: torch.func.vmap(torch.sin)(x),
+    "drawn by a generator": lambda x: x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0)),
+}
 
 
-def beside_torch(x: Tensor) -> Tensor:
-    return torch.from_numpy(x.detach().numpy() * 2)
-
-
-def through_a_transform(x: Tensor) -> Tensor:
-    return torch.func.vmap(torch.sin)(x)
-
-
-def drawn_by_a_generator(x: Tensor) -> Tensor:
-    return x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("habit", [halved_if_large, beside_torch, through_a_transform, drawn_by_a_generator])
-def test_what_a_recording_cannot_hold_is_computed_by_the_model(habit: Callable[[Tensor], Tensor]) -> None:
-    model = LanguageModel(VOCAB, 16, 2, lambda: Odd(habit)).eval()
+@pytest.mark.parametrize("habit", HABITS)
+def test_what_a_recording_cannot_hold_is_computed_by_the_model(habit: str) -> None:
+    model = LanguageModel(VOCAB, 16, 2, lambda: Odd(HABITS[habit])).eval()
     with torch.inference_mode():
         state = after(model, (6, 6))
         with pytest.raises(NotStatic):
