@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +63,12 @@ def tensors_of(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return found
+
+
+def refill(shape: S, tensors: Iterable[Tensor]) -> S:
+    """`shape` with `tensors`, in the order of `tensors_of`, in the places of its own."""
+    rest = iter(tensors)
+    return map_tensors(lambda _: next(rest), shape)
 
 
 def count_bytes(state: Any) -> int:

@@ -15,10 +15,10 @@ from metattt.adaptation.fast_model import FastModel, text_setting
 from metattt.checkpoints.states import read_state, write_state
 from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
 from metattt.generation.sampling import generate
-from metattt.inner.network_step import gradients_of, refill, skeleton
+from metattt.inner.network_step import gradients_of
 from metattt.memory import Memory, at_start, choose
 from metattt.modules import expand_like
-from metattt.nested import map_tensors, tensors_of
+from metattt.nested import map_tensors
 from metattt.optimizers import Adam
 from metattt.optimizers.block import BlockRule
 
@@ -307,24 +307,20 @@ class Adapter:
     def _learned(self, state: Adapted, count: int, logits: bool) -> tuple[Tensor, Adapted, Tensor | None]:
         """As `_read`, with what is carried on after the inner steps on the open mini-batch."""
         memory, size = state.weights, self.rule.mini_batch_size
-        made: list[Any] = []
-        first: list[Tensor] = []
+        first: Any = None
         valid = self._valid(state)
         complete = valid.any(1).tolist()  # all tokens of the mini-batch are there, or no more will come
+
+        def loss(weights: dict[str, Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+            nats, after, values = self._losses(weights, state)
+            return nats.masked_fill(~valid, 0).sum() / size, (nats, after, values if logits else None)
+
         for _ in range(self.rule.steps):
-            names = list(memory["commit"])
-
-            def loss(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-                nats, after, values = self._losses(dict(zip(names, leaves, strict=True)), state)  # noqa: B023
-                made[:] = [skeleton(after)]
-                kept = [values] if logits else []
-                return nats.masked_fill(~valid, 0).sum() / size, [nats, *kept, *tensors_of(after)]
-
             with torch.no_grad():
-                gradients, found = gradients_of(loss, list(memory["commit"].values()), True, self.clip)
-                first = first or found
-                memory = self._moved(memory, dict(zip(names, gradients, strict=True)), complete)
-        nats, values, model = first[0], first[1] if logits else None, refill(made[0], first[1 + logits :])
+                gradients, found = gradients_of(loss, memory["commit"], True, self.clip)
+                first = found if first is None else first
+                memory = self._moved(memory, gradients, complete)
+        nats, model, values = first
         scored = self._scored(nats, state, count)
         stop = state.position + state.waiting
         seen = tuple(

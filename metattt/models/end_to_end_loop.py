@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metattt.functional import with_values
-from metattt.inner.network_step import gradients_of, refill, skeleton
+from metattt.inner.network_step import gradients_of
 from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
 from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, needs_probes, rounds
-from metattt.nested import map_tensors, tensors_of
+from metattt.nested import map_tensors, refill, tensors_of
 from metattt.state import State, Tensors, in_files
+
+PLACE = torch.empty(0)  # where a tensor stood
 
 
 @in_files
@@ -176,22 +178,21 @@ class Loop(NamedTuple):
         if not self.checkpoint or not torch.is_grad_enabled() or needs_probes():
             with _attention(twice):
                 return self._step(parts, x, states, weights, labels, packing)
-        given = tensors_of((x, states, weights))
-        shape = skeleton((x, states, weights))
+        entering = (x, states, weights)
+        given = tensors_of(entering)
         parameters = dict(parts.named_parameters())
         again = _same_autocast(x.device.type)
-        made: list[Any] = []
+        shape: list[Any] = []
 
         def body(*tensors: Tensor) -> list[Tensor]:
-            entering, values = tensors[: len(given)], dict(zip(parameters, tensors[len(given) :], strict=True))
+            values = dict(zip(parameters, tensors[len(given) :], strict=True))
             with again(), _attention(twice):  # alike in both passes
-                x, states, weights = refill(shape, entering)
-                y, after, moved = self._step(with_values(parts, values), x, states, weights, labels, packing)
-            made[:] = [skeleton((y, after, moved))]
-            return tensors_of((y, after, moved))
+                made = self._step(with_values(parts, values), *refill(entering, tensors), labels, packing)
+            shape[:] = [map_tensors(lambda _: PLACE, made)]  # nothing holds on to the tensors
+            return tensors_of(made)
 
         found = recompute(body, *given, *parameters.values())
-        y, after, moved = refill(made[0], found)
+        y, after, moved = refill(shape[0], found)
         return y, after, moved
 
     def _step(
@@ -214,19 +215,16 @@ class Loop(NamedTuple):
 
         if labels is None:
             return *read(weights), weights
-        shape: list[Any] = []
 
-        def loss(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-            y, after = read(refill(weights, leaves))
-            shape[:] = [skeleton((y, after))]
+        def loss(own: tuple[Tensors, ...]) -> tuple[Tensor, tuple[Tensor, tuple[Any, ...]]]:
+            y, after = read(own)
             logits = head(norm(y))
             widened = logits.to(torch.promote_types(logits.dtype, torch.float32))
             nats = F.cross_entropy(widened.flatten(0, 1), labels.flatten(), reduction="sum")
-            return nats / self.size, tensors_of((y, after))
+            return nats / self.size, (y, after)
 
-        gradients, found = gradients_of(loss, tensors_of(weights), self.first_order, self.clip)
-        moved = [w - self.lr * g for w, g in zip(tensors_of(weights), gradients, strict=True)]
-        y, after = refill(shape[0], found)
+        gradients, (y, after) = gradients_of(loss, weights, self.first_order, self.clip)
+        moved = [w - self.lr * g for w, g in zip(tensors_of(weights), tensors_of(gradients), strict=True)]
         return y, after, refill(weights, moved)
 
     def _merged(self, now: tuple[Any, ...], before: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...]:
