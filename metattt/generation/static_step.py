@@ -23,7 +23,7 @@ from metattt.generation.recorder import NotStatic, Recorder
 from metattt.memory import content
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.modules import TRACED
-from metattt.nested import count_sequences
+from metattt.nested import count_sequences, map_tensors, refill, tensors_of
 from metattt.state import State
 from metattt.torch_private import pytree
 
@@ -104,13 +104,13 @@ class RecordedStep:
                 raise NotStatic(f"{type(module).__name__} is compiled")
         static, token = static_state(model, state)
         _, after = model.step(token.unsqueeze(1), static.map(torch.clone), donate_state=True)
-        start = list(map(_laid_out, _tensors(static), _tensors(after)))  # as a step leaves it
+        start = list(map(_laid_out, tensors_of(static), tensors_of(after)))  # as a step leaves it
         given = list(map(_laid_out, start, start))
         with Recorder([token, *given], TRACED if compiled else count) as recorder:
-            logits, after = model.step(token.unsqueeze(1), _with(static, given), donate_state=True)
+            logits, after = model.step(token.unsqueeze(1), refill(static, given), donate_state=True)
             logits = logits[:, -1]
         _check_structure(static, after)
-        found = _tensors(after)
+        found = tensors_of(after)
         if [x.stride() for x in found] != [x.stride() for x in start]:
             raise NotStatic("the state is laid out in another way after each token")
         # those of the state that are other tensors after a token; the rest is written over
@@ -120,7 +120,7 @@ class RecordedStep:
         self._function: Callable[..., Sequence[Tensor]] = function
         token, self._tensors = (token + 1) % model.vocab_size, [x.clone() for x in found]
         logits, after = model.step(token.unsqueeze(1), self.state.map(torch.clone), donate_state=True)
-        if not torch.equal(self(token), logits[:, -1]) or not all(map(torch.equal, self._tensors, _tensors(after))):
+        if not torch.equal(self(token), logits[:, -1]) or not all(map(torch.equal, self._tensors, tensors_of(after))):
             raise NotStatic("the step does something that is no function of torch")
         if compiled:
             # called with tensors of the same shapes for good: nothing has to be looked at before each token
@@ -140,7 +140,7 @@ class RecordedStep:
     @property
     def state(self) -> LanguageModelState:
         """The state after the last token."""
-        return _with(self._static, self._tensors)
+        return refill(self._static, self._tensors)
 
 
 Step = PlainStep | CapturedStep | RecordedStep
@@ -189,7 +189,8 @@ def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[Langu
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotStatic(f"{type(module).__name__} has hooks")
-    apart = _apart(state)
+    # sequences at places of their own: no place in a mini-batch is a number
+    apart = map_tensors(lambda x: x._replace(phase=None), state, State)
     token = torch.zeros(count_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
     # also compiles what is compiled
     _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), donate_state=True)
@@ -214,17 +215,12 @@ def step_in_place(model: LanguageModel, token: Tensor, static: LanguageModelStat
     return logits[:, -1]
 
 
-def _apart(state: Any) -> Any:
-    """The state with sequences at places of their own: no place in a mini-batch is a number."""
-    return pytree.tree_map(lambda x: x._replace(phase=None) if _of_layer(x) else x, state, is_leaf=_of_layer)
-
-
 def _filled(before: Any, after: Any) -> Any:
     """`before` with what a state leaves away where a mini-batch has just begun: zeros, and weights that have not moved
     from the last commit. A rule that counts no places keeps its number."""
 
     def fill(old: Any, new: Any) -> Any:
-        if not _of_layer(old):
+        if not isinstance(old, State):
             return old
         weights = dict(old.weights)
         for slot in new.weights.keys() - weights.keys():
@@ -233,13 +229,9 @@ def _filled(before: Any, after: Any) -> Any:
         return old._replace(weights=weights, phase=new.phase)
 
     try:
-        return pytree.tree_map(fill, before, after, is_leaf=_of_layer)
+        return pytree.tree_map(fill, before, after, is_leaf=lambda x: isinstance(x, State))
     except ValueError as error:
         raise NotStatic(f"the state is of another structure after a token: {error}") from error
-
-
-def _of_layer(value: Any) -> bool:
-    return isinstance(value, State)
 
 
 def _leaves(state: Any) -> list[tuple[str, Any]]:
@@ -259,16 +251,6 @@ def _check_structure(before: Any, after: Any) -> None:
             raise NotStatic(f"the state's {path} is {wanted.get(path)} before a token and {found.get(path)} after it")
     if [*wanted] != [*found]:  # tensors are matched by their order
         raise NotStatic("the state is of another structure after a token")
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor)]
-
-
-def _with(state: Any, tensors: Sequence[Tensor]) -> Any:
-    """`state` with other tensors, in the order of `_tensors`."""
-    rest = iter(tensors)
-    return pytree.tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, state)
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
