@@ -246,19 +246,18 @@ class _Beside(nn.Module):
         parts: list[Any] = [build(one, dim=dim, **heads) for one in layer.split("+")]
         self.layer = reduce(partial(Combined, dim), parts).to(like.device, like.dtype)
         self.scale = nn.Parameter(like.new_zeros(()))
-        self.__dict__["call"] = call
+        self.call = call
         _as_before(self, "pretrained")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        call: Call = self.__dict__["call"]
-        state = call.state(self.name)
-        y, state = self.layer(x, state, mask=call.valid(x.shape[1]), reset=call.starts(len(x)))
-        call.keep(self.name, state)
+        state = self.call.state(self.name)
+        y, state = self.layer(x, state, mask=self.call.valid(x.shape[1]), reset=self.call.starts(len(x)))
+        self.call.keep(self.name, state)
         if self.how == "replace":
-            if call.given.cache is not None:  # which counts the tokens by what its layers hold
+            if self.call.given.cache is not None:  # which counts the tokens by what its layers hold
                 nothing = x.new_zeros(x.shape[0], 1, x.shape[1], 1)
-                call.given.cache.update(nothing, nothing, self.pretrained.layer_idx)
+                self.call.given.cache.update(nothing, nothing, self.pretrained.layer_idx)
             return y, None
         found = self.pretrained(*args, **kwargs)
         first, *others = found if isinstance(found, tuple) else (found,)
@@ -294,7 +293,7 @@ class _InPlace(nn.Module):
         except TypeError as error:
             raise MetaTTTError(f"layer={IN_PLACE} has the settings chunk, lr, project and labels: {error}") from error
         self.name, self.labels = name, labels
-        self.__dict__["call"] = call
+        self.call = call
         _as_before(self, "map.linear")
         self._hook = mlp.register_forward_pre_hook(self._enter, with_kwargs=True)
 
@@ -303,27 +302,26 @@ class _InPlace(nn.Module):
         return self.map.linear
 
     def forward(self, h: Tensor) -> Tensor:
-        call: Call = self.__dict__["call"]
         if h.ndim != 3:
             raise MetaTTTError(
                 f"{self.name} is applied to rows [{h.shape[0]}, {h.shape[-1]}] of all sequences together, as in a "
                 f"mixture of experts: layer={IN_PLACE} needs [B, T, F]; attach it to another MLP"
             )
-        if call.valid(h.shape[1]) is not None or call.starts(len(h)) is not None:
+        if self.call.valid(h.shape[1]) is not None or self.call.starts(len(h)) is not None:
             raise MetaTTTError(
                 "In-Place TTT cuts a sequence into chunks, which padding and other documents would shift: give no "
                 "padding and no packed documents"
             )
-        labels = call.given.embeddings if self.labels == "embeddings" else call.given.entered
-        y, state = self.map(h, labels, call.state(self.name))
-        call.keep(self.name, state)
+        labels = self.call.given.embeddings if self.labels == "embeddings" else self.call.given.entered
+        y, state = self.map(h, labels, self.call.state(self.name))
+        self.call.keep(self.name, state)
         return y
 
     def end(self) -> None:
         self._hook.remove()
 
     def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        (self.__dict__["call"].given.entered,) = (*args, *named.values())  # an MLP takes one argument
+        (self.call.given.entered,) = (*args, *named.values())  # an MLP takes one argument
 
 
 def _heads(attention: nn.Module, dim: int) -> int:
