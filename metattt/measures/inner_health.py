@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from metattt.combined import Combined
-from metattt.inner.loop import InnerLoop
-from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
-from metattt.learners.fast_weights import FastWeights
-from metattt.measures.inner_steps import before_each, inner_losses, learns, read_in_pieces
-from metattt.state import Tensors
+from metattt.measures.inner_steps import before_each, inner_losses, learns, losses_with, read_in_pieces, tokens_of
 
 TOKENS = 32  # looked at in each sequence: whole mini-batches, spread over it
 
@@ -87,8 +83,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
         x: `[B, T, D]`, its input, read from W0 on as one sequence.
     """
     rule = layer.optimizer
-    state = layer.start(x)
-    views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
+    gates = tokens_of(layer, x, layer.start(x)).gates
     eta = gates.eta if gates.eta.ndim == 3 else gates.eta.abs().amax(-1)  # of the pairs of a token
     eta = eta if gates.weight_lr is None else eta * gates.weight_lr.abs().amax(-1)
     eta = eta if gates.kappa is None else eta * gates.kappa
@@ -101,17 +96,14 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
         before, after = losses[0], losses[-1]
         rising, worse = (after > before).to(after.dtype), torch.zeros_like(after)
     else:
-        before, after, rising, worse = _by_place(layer, Tokens(views, gates), x)
+        before, after, rising, worse = _by_place(layer, x)
     largest = eta.abs().amax((0, 2)), None if alpha is None else alpha.amax((0, 2))
     return Health(before, after, rising, worse, *largest, rule.token_steps(), x.shape[1])
 
 
-def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_place(layer: TTTLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`before`, `after`, `rising` and `worse` of `Health`, of `TOKENS` tokens of every sequence."""
     rule, count = layer.optimizer, x.shape[1]
-    accum_dtype = tokens.gates.eta.dtype
-    slow = {name: value.to(accum_dtype) for name, value in layer.learner.slow.items()}
-    loop = layer.inner._replace(slow=slow, matmul_dtype=tokens.k.dtype)
     size = min(rule.mini_batch_size, count)
     by_token = rule.read in ("inclusive", "exclusive") and not layer.learner.mixes_tokens
     lengths: list[int] = []
@@ -125,19 +117,10 @@ def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tenso
     seen: dict[int, list[tuple[Tensor, ...]]] = {}  # with W0, W_{t−1} and W_t: [B, H, n] of the pieces
     for mark, (token, *weights) in zip(marks, read_in_pieces(layer, x, None, lengths), strict=True):
         if mark is not None:
-            seen.setdefault(mark, []).append(tuple(_losses(loop, one, token, accum_dtype) for one in weights))
-    whole = [[torch.cat(values, 2) for values in zip(*losses, strict=True)] for losses in seen.values()]
+            losses = (losses_with(layer, one, token) for one in weights)
+            seen.setdefault(mark, []).append(tuple(one if one.ndim == 3 else one.mean(3) for one in losses))
+    whole = [[torch.cat(values, 2) for values in zip(*pieces, strict=True)] for pieces in seen.values()]
     start, before, after = (torch.stack(values) for values in zip(*whole, strict=True))  # [mini-batches, B, H, n]
     measured = (before, after, ~(after <= before), ~(before <= start))  # NaN is no progress either
-    before, after, rising, worse = (one.to(accum_dtype).mean((0, 1)) for one in measured)
+    before, after, rising, worse = (one.to(start.dtype).mean((0, 1)) for one in measured)
     return before, after, rising, worse
-
-
-def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, accum_dtype: torch.dtype) -> Tensor:
-    """ℓ of every token under one set of weights per sequence, `[B, H, n]`; the mean of its pairs, where it gives
-    several."""
-    with torch.autocast(tokens.k.device.type, enabled=False):
-        losses = loop.losses(
-            FastWeights(weights, loop.slow, loop.matmul_dtype), tokens.k.to(accum_dtype), tokens.v.to(accum_dtype)
-        )
-    return losses if losses.ndim == 3 else losses.mean(3)

@@ -13,8 +13,7 @@ from torch import Tensor
 from metattt.combined import Combined
 from metattt.errors import MetaTTTError, NotFinite
 from metattt.layer import TTTLayer
-from metattt.learners.fast_weights import FastWeights
-from metattt.measures.inner_steps import before_each, read_in_pieces
+from metattt.measures.inner_steps import before_each, loop_for, read_in_pieces
 from metattt.models.language_model import LanguageModel
 from metattt.state import WHOLE_CALL, State
 
@@ -127,13 +126,12 @@ def _mini_batches(layer: TTTLayer, x: Tensor, state: State | None) -> Iterator[C
     learner, size = layer.learner, layer.optimizer.mini_batch_size
     for tokens, *weights in read_in_pieces(layer, x, state, [size] * (x.shape[1] // size)):
         k, v = (view.to(tokens.gates.eta.dtype) for view in (tokens.k, tokens.v))
-        slow, found = {name: value.to(k.dtype) for name, value in learner.slow.items()}, {}
+        loop, found = loop_for(layer, tokens), {}
         with torch.autocast(k.device.type, enabled=False):
             for name, fast in zip(("init", "step_0", "step_1"), weights, strict=True):
                 # a learner that mixes tokens sees those before the last one
                 asked = k if learner.mixes_tokens else k[:, :, -1:]
-                predicted = learner.predict(FastWeights(fast, slow, tokens.k.dtype), asked)[:, :, -1]
-                found[name] = (predicted - v[:, :, -1]).square().mean()
+                found[name] = (loop.predict(fast, asked)[:, :, -1] - v[:, :, -1]).square().mean()
         target = v - k if learner.residual else v
         yield {**found, "last": target[:, :, -1], "sum": target.sum(2)}
 
@@ -156,4 +154,3 @@ def rows(curves: Mapping[str, Mapping[int, Curves]]) -> Iterator[tuple[Any, ...]
         for index, statistics in layers.items():
             columns = [statistics[name].tolist() for name in COLUMNS]
             yield from ((label, index, number, *row) for number, row in enumerate(zip(*columns, strict=True)))
-

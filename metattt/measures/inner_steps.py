@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.inner.final import steps
+from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import Tokens, consecutive, each
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
@@ -45,22 +46,14 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
         )
     batch, count = x.shape[:2]
     state = layer.start(x)
-    ctx, after, *_ = layer.call(x, state)
-    views, gates, *_ = layer.tokens(x, state, ctx)
-    tokens, matmul_dtype, accum_dtype = Tokens(views, gates), views.k.dtype, gates.eta.dtype
-    loop = layer.inner._replace(matmul_dtype=matmul_dtype)
-    slow = {name: value.to(accum_dtype) for name, value in learner.slow.items()}
-    losses = []
+    after, tokens, losses = layer.call(x, state).after, tokens_of(layer, x, state), []
+    loop = loop_for(layer, tokens)
     blocks, _ = consecutive(count, 0, layer.plan.block)
     sizes = [block.length for block in each(blocks)] if learner.mixes_tokens else rule.compute_chunk or 2048
     pieces = tokens.split(sizes)
-    for memory in steps(loop, tokens, loop.start(batch, accum_dtype), blocks, None, after):
-        accessor = FastWeights(rule.current(memory, after % rule.mini_batch_size), slow, matmul_dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            parts = [
-                layer.task.loss(learner.predict(accessor, p.k.to(accum_dtype)), p.v.to(accum_dtype)).sum((0, 2))
-                for p in pieces
-            ]
+    for memory in steps(loop, tokens, loop.start(batch, tokens.gates.eta.dtype), blocks, None, after):
+        weights = rule.current(memory, after % rule.mini_batch_size)
+        parts = [losses_with(layer, weights, piece).sum((0, 2)) for piece in pieces]
         losses.append(torch.stack(parts).sum(0) / (batch * count * layer.head_dim))
     return torch.stack(losses)
 
@@ -90,6 +83,25 @@ def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, 
     return found
 
 
+def tokens_of(layer: TTTLayer, x: Tensor, state: State) -> Tokens:
+    """What the inner loop of a layer reads where the layer reads `x` `[B, T, D]` after `state`."""
+    views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
+    return Tokens(views, gates)
+
+
+def loop_for(layer: TTTLayer, tokens: Tokens) -> InnerLoop:
+    """The inner loop of a layer, with the types in which it computes on these tokens."""
+    slow = {name: value.to(tokens.gates.eta.dtype) for name, value in layer.learner.slow.items()}
+    return layer.inner._replace(slow=slow, matmul_dtype=tokens.k.dtype)
+
+
+def losses_with(layer: TTTLayer, weights: Tensors, tokens: Tokens) -> Tensor:
+    """ℓ of every token under one set of weights per sequence, `[B, H, n]`, or of every pair of a token."""
+    loop, (k, v) = loop_for(layer, tokens), (view.to(tokens.gates.eta.dtype) for view in (tokens.k, tokens.v))
+    with torch.autocast(k.device.type, enabled=False):
+        return loop.losses(FastWeights(weights, loop.slow, loop.matmul_dtype), k, v)
+
+
 def read_in_pieces(
     layer: TTTLayer, x: Tensor, state: State | None, lengths: Sequence[int]
 ) -> Iterator[tuple[Tokens, Tensors, Tensors, Tensors]]:
@@ -106,11 +118,10 @@ def read_in_pieces(
     """
     rule, loop = layer.optimizer, layer.inner
     state = layer.start(x) if state is None else state
-    views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
-    begun = now = rule.current(loop.start(len(x), gates.eta.dtype), 0)
+    tokens, first = tokens_of(layer, x, state), 0
+    begun = now = rule.current(loop.start(len(x), tokens.gates.eta.dtype), 0)
     if state.weights:
         now = rule.current(state.weights, _filled(state, rule.mini_batch_size))
-    tokens, first = Tokens(views, gates), 0
     for length in lengths:
         here = slice(first, first + length)
         piece, part, first = tokens.map(lambda view: view[:, :, here]), x[:, here], first + length  # noqa: B023
