@@ -131,8 +131,10 @@ class State(NamedTuple):
         return self.map(Tensor.detach)
 
     def select(self, index: Tensor) -> State:
-        """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
-        return self.map(lambda tensor: tensor.index_select(0, index))
+        """The states of the sequences `index` (to reorder beams or drop finished sequences): numbers, or True for those
+        that stay, on any device."""
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index
+        return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     @property
     def nbytes(self) -> int:

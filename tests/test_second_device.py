@@ -117,6 +117,10 @@ def test_attached_layers(pattern: str, layer: str) -> None:
         logits = lm(put(IDS)).logits
         with torch.no_grad():
             continued = lm.generate(put(IDS[:2, :6]), max_new_tokens=4, do_sample=False, pad_token_id=0)
-        return [logits, continued, *gradients(lm, logits)]
+            read = lm(put(IDS), use_cache=True)
+            cache = getattr(read, "cache", None) or read.past_key_values
+            cache.batch_repeat_interleave(2)
+            again = lm(put(IDS.repeat_interleave(2, 0)[:, :4]), past_key_values=cache).logits
+        return [logits, continued, again, *gradients(lm, logits)]
 
     same_there(call)

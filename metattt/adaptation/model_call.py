@@ -157,8 +157,7 @@ class Followed:
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         for name, state in self.metattt_states.items():
-            count = len(state.inputs if hasattr(state, "inputs") else state.pos)
-            self.metattt_states[name] = state.select(torch.arange(count).repeat_interleave(repeats))
+            self.metattt_states[name] = state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -169,7 +168,7 @@ class Followed:
 
     def _select(self, index: Tensor) -> None:
         for name, state in self.metattt_states.items():
-            self.metattt_states[name] = state.select(index)
+            self.metattt_states[name] = state.select(torch.as_tensor(index))
 
 
 def states_in(cache: Any) -> dict[str, Any]:

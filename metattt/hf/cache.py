@@ -104,9 +104,7 @@ class MetaTTTCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices`, in this order."""
         if self._state is not None:
-            indices = torch.as_tensor(indices)
-            indices = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            self._state = self._state.map(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
+            self._state = self._state.select(torch.as_tensor(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times, one after the other."""

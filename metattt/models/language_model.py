@@ -39,8 +39,8 @@ class LanguageModelState(NamedTuple):
         return map_tensors(function, self)
 
     def select(self, index: Tensor) -> LanguageModelState:
-        """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
-        return self.map(lambda tensor: tensor.index_select(0, index))
+        """The states of the sequences `index`, as `State.select`."""
+        return State.select(self, index)  # type: ignore[arg-type, return-value]
 
     to, detach, nbytes = State.to, State.detach, State.nbytes  # type: ignore[misc]
     save, load = State.save, classmethod(State.load.__func__)  # type: ignore[misc]
