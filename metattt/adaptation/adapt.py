@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from metattt.adaptation.adapter import Adapter
@@ -26,7 +25,7 @@ from metattt.data.documents import read_documents
 from metattt.data.tokenizers import MOST_BYTES, Tokenizer, document_tokens, tokenizer_of
 from metattt.errors import MetaTTTError
 from metattt.evaluation.by_position import Scores, bin_edges, bits_by_position
-from metattt.evaluation.output import report, table, writable
+from metattt.evaluation.output import report, table, tracked, writable
 from metattt.io import read_object, read_text
 from metattt.optional import need
 
@@ -145,11 +144,9 @@ def _scored(
     """Scores all documents, `size` of them together."""
     longest, seconds, lengths = max(map(len, documents)), 0.0, tokenizer.token_bytes.numpy()
     nats, num_bytes, count = np.zeros(longest), np.zeros(longest, dtype=np.int64), np.zeros(longest, dtype=np.int64)
-    console = Console(stderr=True)
-    shown = "adapting" if learns else "scoring"
     groups = [documents[first : first + size] for first in range(0, len(documents), size)]
     adapter.reset()
-    for group in track(groups, shown, console=console, transient=True, disable=not console.is_terminal):
+    for group in tracked(groups, "adapting" if learns else "scoring"):
         began = time.perf_counter()
         adapter.reset() if resets else adapter.next_documents()  # which learns what is left of the documents before
         score = (adapter.read if learns else adapter.score)(list(group))
@@ -186,4 +183,3 @@ def _rows(results: Mapping[str, Scores]) -> Iterator[tuple[Any, ...]]:
     for name, one in results.items():
         for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True)):
             yield name, place + 1, float(nats), int(count)
-

@@ -142,8 +142,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
 
 
 def tracked(batches: Iterable[T], what: str) -> Iterable[T]:
-    """Batches, with a bar on the terminal while they are read."""
-    return track(batches, what, console=Console(stderr=True), transient=True)
+    """Batches, with a bar on the terminal, or in a notebook, while they are read; elsewhere nothing is written."""
+    console = Console(stderr=True)
+    shown = console.is_terminal or console.is_jupyter
+    return track(batches, what, console=console, transient=True, disable=not shown)
 
 
 def finite(predictions: Tensor) -> Tensor:
