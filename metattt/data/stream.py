@@ -194,6 +194,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
     def check_settings(self) -> None:
         super().check_settings()
         path_of(self.path, "data.path")
+        self._files = self.files if isinstance(self.files, str | None) else [str(file) for file in self.files]
         self._bookmarks: dict[int, dict[str, Any]] = {}
 
     def setup(self, stage: str | None = None) -> None:
@@ -210,7 +211,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
         self._train.bookmarks = self._bookmarks
 
     def _open(self, split: str) -> Any:
-        name, files = self.path, self.files
+        name, files = self.path, self._files
         tabs = {"sep": "\t"} if files is None and ".tsv" in Path(name).suffixes else {}
         if files is None and ("://" in name or is_local(name)):
             kinds = [FOREIGN[suffix] for suffix in Path(name).suffixes if suffix in FOREIGN]
@@ -221,8 +222,6 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
                     "or the format and the files: data.path=json data.files=<pattern>"
                 )
             name, files = kind, name if "://" in name else str(path_of(name, "data.path"))
-        if files is not None and not isinstance(files, str):
-            files = [str(file) for file in files]
         return load(name, self.config, split, self.text_key, files, "data.path", streaming=True, **tabs)
 
     def _held_out(self) -> np.ndarray:
@@ -290,7 +289,6 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
 
     def _bookmarked(self) -> list[Any]:
         """What a bookmark is of."""
-        named = (self.path, self.files, self.config, self.split, self.text_key, self.tokenizer_name)
+        named = (self.path, self._files, self.config, self.split, self.text_key, self.tokenizer_name)
         skip = self.validation_documents if self.validation_split is None else 0
-        files = list(self.files) if self.files is not None and not isinstance(self.files, str) else self.files
-        return [named[0], files, *named[2:], skip, self.context_length, self.shuffle]
+        return [*named, skip, self.context_length, self.shuffle]
