@@ -184,14 +184,12 @@ def _run(begin: Start, console: Console) -> int:
 
 
 def _absolute(path: Any) -> Any:
-    """A path, or a list of paths, that does not depend on the working directory."""
-    if path is None:
-        return None
+    """A path, or a list of paths, that does not depend on the working directory; what else is given stays as it is."""
     if isinstance(path, Sequence) and not isinstance(path, str):
         return [_absolute(one) for one in path]
-    if not isinstance(path, str):
-        raise MetaTTTError(f"data.path={path} is not a path: give a file, a folder or a list of these")
-    return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
+    if not isinstance(path, str) or "://" in path:  # a stream may come from the net
+        return path
+    return str(Path(path).expanduser().absolute())
 
 
 def _trainer(cfg: DictConfig, done: int) -> Trainer:
