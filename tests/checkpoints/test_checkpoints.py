@@ -253,7 +253,6 @@ def test_private_names_of_libraries_are_still_there() -> None:
     """Each is used in one file; an upgrade that takes it away is noticed here."""
     from lightning.pytorch.core.optimizer import LightningOptimizer  # metattt/training/sharding.py unwraps it
     from lightning.pytorch.strategies import ModelParallelStrategy
-    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
     assert hasattr(LightningOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), "_optimizer")
     assert ModelParallelStrategy()._data_parallel_size == "auto"  # metattt/training/sharding.py sets it
@@ -261,4 +260,3 @@ def test_private_names_of_libraries_are_still_there() -> None:
     loop = trainer.fit_loop.epoch_loop  # metattt/training/signals.py replaces two methods, saving.py sets a count
     assert callable(trainer._signal_connector.register_signal_handlers) and callable(loop._broadcast_sigterm_tensor)
     assert loop._batches_that_stepped == 0
-    assert callable(_SubprocessScriptLauncher._call_children_scripts)  # metattt/training/launchers.py extends it
