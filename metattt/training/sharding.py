@@ -11,13 +11,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
@@ -99,8 +93,8 @@ class FullyShardedData(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process
         numbers them."""
-        named = self._named_state(optimizer, cpu_offload=True)
-        numbers = {name: number for number, name in enumerate(_names(named))}
+        named = super().optimizer_state(optimizer)
+        numbers = _numbers(named)
         groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]]
         return {"state": {numbers[name]: state for name, state in named["state"].items()}, "param_groups": groups}
 
@@ -117,9 +111,8 @@ class FullyShardedData(ModelParallelStrategy):
         plain, content = verify(folder), read_checkpoint(folder, "small")
         if "current_model_state" in plain["content"]:  # of a run that averaged weights: its own, not the averages
             plain["content"][WEIGHTS] = plain["content"]["current_model_state"]
-        options = StateDictOptions(strict=self._module.strict_loading)
-        model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
-        stored = weights(plain)
+        module, stored = cast(nn.Module, self.lightning_module), weights(plain)
+        model = cast(dict[str, Tensor], get_model_state_dict(module))  # no copies: what is read goes into the model
         parts: dict[str, Tensor] = {}
         for name, tensor in model.items():  # of a weight with several names one was written
             parts.setdefault(stored.get(name, name), tensor)
@@ -127,35 +120,22 @@ class FullyShardedData(ModelParallelStrategy):
         with torch.no_grad():
             for name, tensor in model.items():
                 tensor.copy_(parts[stored.get(name, name)])
-        set_model_state_dict(self._module, cast(dict[str, Any], model), options=options)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
             tensors: dict[str, Tensor] = {}  # before its first step too: zeros then
-            own = self.optimizer_state(optimizer)["state"]  # one process has none of a parameter without a gradient
-            known = {number: state for number, state in own.items() if number in saved["state"]}
+            own = super().optimizer_state(optimizer)
+            names = {number: name for name, number in _numbers(own).items()}
+            # one process has no state of a parameter without a gradient
+            known = {number: own["state"][names[number]] for number in saved["state"]}
             take_apart(known, tensors, f"{STATES}/{index}/state")
             load_parts(folder, tensors, together=True)
             state = put_together(plain["content"][STATES][index]["state"], tensors)
-            names = _names(self._named_state(optimizer))
             groups = [group | {"params": [names[one] for one in group["params"]]} for group in saved["param_groups"]]
             named: dict[str, Any] = {"state": {names[one]: held for one, held in state.items()}, "param_groups": groups}
-            set_optimizer_state_dict(self._module, _plain(optimizer), named, options=StateDictOptions(strict=False))
+            set_optimizer_state_dict(module, optimizer, named, options=StateDictOptions(strict=False))
         return content
 
-    def _named_state(self, optimizer: Optimizer, cpu_offload: bool = False) -> dict[str, Any]:
-        """The state by the names of the parameters."""
-        options = StateDictOptions(cpu_offload=cpu_offload)
-        return get_optimizer_state_dict(self._module, _plain(optimizer), options=options)
 
-    @property
-    def _module(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-
-def _plain(optimizer: Optimizer) -> Optimizer:
-    return getattr(optimizer, "_optimizer", optimizer)  # without Lightning's wrapper
-
-
-def _names(state: dict[str, Any]) -> list[str]:
-    """The names of an optimizer's parameters, in its own order."""
-    return [name for group in state["param_groups"] for name in group["params"]]
+def _numbers(state: dict[str, Any]) -> dict[str, int]:
+    """The numbers of an optimizer's parameters, in its own order, by their names."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return {name: number for number, name in enumerate(names)}

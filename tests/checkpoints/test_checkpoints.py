@@ -251,10 +251,8 @@ def test_init_from_says_what_the_weights_do_not_show(
 
 def test_private_names_of_libraries_are_still_there() -> None:
     """Each is used in one file; an upgrade that takes it away is noticed here."""
-    from lightning.pytorch.core.optimizer import LightningOptimizer  # metattt/training/sharding.py unwraps it
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    assert hasattr(LightningOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), "_optimizer")
     assert ModelParallelStrategy()._data_parallel_size == "auto"  # metattt/training/sharding.py sets it
     trainer = lightning.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     loop = trainer.fit_loop.epoch_loop  # metattt/training/signals.py replaces two methods, saving.py sets a count
