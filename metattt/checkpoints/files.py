@@ -27,16 +27,13 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
-    """The checkpoint that a path names: itself, or what is in a folder: the newest of a run, or a model's weights.
+    """The checkpoint that a path names: itself, or what is in a folder: the newest of a run, or a model's weights. It
+    is a folder (`metattt.checkpoints.folder`); of other programs a file.
 
     Args:
         path: a checkpoint, or a folder with some.
-        fall_back: a run's checkpoints are read and compared with their checksums, the newest first, and the first that
-            is not damaged is taken, said aloud if it is an older one. Else the newest is taken, and what is damaged in
-            it is found when it is read: nobody evaluates another model than he thinks.
-
-    Returns:
-        A folder (`metattt.checkpoints.folder`); of other programs a file.
+        fall_back: of a run, the newest that is not damaged is taken, said aloud if it is an older one. Else the newest
+            is taken, and what is damaged in it is found when it is read: nobody evaluates another model than he thinks.
 
     Raises:
         MetaTTTError: no such path, or a folder with no such file or with several.
@@ -53,14 +50,14 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
         return rolling.newest_good(run, ours.verify) if fall_back else found[0][1]
     files = [one for name in (SAFETENSORS, *PUBLISHED) if (one := given / name).is_file()][:1]
     files = files or sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
-    if len(files) == 1:
-        return files[0]
-    if files:
+    if not files:
+        raise MetaTTTError(
+            f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
+        )
+    if len(files) > 1:
         several = ", ".join(file.name for file in files)
-        reason = f"several checkpoints: the folder {given} holds several: {several}. Name the file: {given}/<file>"
-    else:
-        reason = f"the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
-    raise MetaTTTError(f"no checkpoint: {reason}")
+        raise MetaTTTError(f"the folder {given} holds several checkpoints: {several}. Name the file: {given}/<file>")
+    return files[0]
 
 
 def home(checkpoint: Path) -> Path:
@@ -71,12 +68,9 @@ def home(checkpoint: Path) -> Path:
 
 
 def read_content(file: Path, tensors: Tensors = "all") -> dict[str, Any]:
-    """What a checkpoint holds, plain data and tensors only. One with an index is put together; what has checksums is
-    compared with them.
-
-    Args:
-        file: as `find_checkpoint` found it.
-        tensors: which of a checkpoint of ours are read (`metattt.checkpoints.folder.read_checkpoint`).
+    """What a checkpoint that `find_checkpoint` found holds, plain data and tensors only; of one of ours, `tensors` says
+    which are read (`metattt.checkpoints.folder.read_checkpoint`). One with an index is put together; what has checksums
+    is compared with them.
 
     Raises:
         MetaTTTError: a file that is truncated, damaged, of another kind, or holds code; a part that is missing.

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import sync
 
@@ -102,13 +103,8 @@ def checksum(tensors: Mapping[str, Tensor], about: str = "") -> str:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") -> None:
-    """Writes a new file and waits until it is on the disk.
-
-    Args:
-        file: its path.
-        tensors: by name, on any device; none shares its memory with another.
-        about: a text that says what the tensors are.
-    """
+    """Writes a new file of tensors on any device, and a text that says what they are, and waits until it is on the
+    disk."""
     kept = {name: alone(tensor) for name, tensor in tensors.items()}
     save(file, kept, {CHECKSUM: checksum(kept, about)} | ({ABOUT: about} if about else {}))
 
@@ -151,7 +147,6 @@ def read_described(file: Path) -> tuple[dict[str, Tensor], str]:
 
 def damaged(file: Path, error: BaseException) -> MetaTTTError:
     """The error for a file that safetensors cannot read."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
     return MetaTTTError(
-        f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind ({reason:.200})"
+        f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind ({first_line(error):.200})"
     )
