@@ -37,11 +37,8 @@ def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def check_integer(key: str, value: object, least: int = 1, most: int = 2**63 - 1, advice: str = "") -> None:
-    """Raises an error if a value is not an integer from `least` to `most`; `key` is the override that sets it.
-
-    Args:
-        advice: what else there is to say, for the end of the line.
-    """
+    """Raises an error if a value is not an integer from `least` to `most`; `key` is the override that sets it, `advice`
+    what else there is to say, for the end of the line."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if whole and least <= value <= most:  # type: ignore[operator]
         return
@@ -60,20 +57,13 @@ def check_number(
     below: float | None = None,
     advice: str = "",
 ) -> None:
-    """Raises an error if a value is not a finite number in a range; `key` is the override that sets it.
-
-    Args:
-        least, most: the range with its ends.
-        above, below: ends that are not in it, in their places.
-        advice: what else there is to say, for the end of the line.
-    """
+    """Raises an error if a value is not a finite number from `least` to `most`, or between `above` and `below`, ends in
+    their places that are not in the range; `key` and `advice` as of `check_integer`."""
     number: Any = value
     low, high = least if above is None else above, most if below is None else below
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if real and low <= number <= high:
-        inside = (above is None or number > above) and (below is None or number < below)
-        if inside and (number == 0 or abs(number) >= SMALLEST):
-            return
+    if real and low <= number <= high and number not in (above, below) and (number == 0 or abs(number) >= SMALLEST):
+        return
     if real and 0 < abs(number) < SMALLEST:
         raise MetaTTTError(f"{_said(key, value)}: in fp32 it is 0, whose neighbour is {SMALLEST:.4g}{advice}")
     start = f"at least {low:g}" if above is None else "positive" if low == 0 and high == LARGEST else f"above {low:g}"
@@ -83,11 +73,8 @@ def check_number(
 
 
 def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str = "") -> None:
-    """Raises an error if a value is not True, False or one of `words`; `key` is the override that sets it.
-
-    Args:
-        advice: which of the words true means.
-    """
+    """Raises an error if a value is not True, False or one of `words`; `key` is the override that sets it, `advice`
+    says which of the words true means."""
     if not isinstance(value, bool) and value not in (words := list(words)):
         allowed = f"true{advice}, false or one of {', '.join(words)}" if words else "true or false"
         raise MetaTTTError(f"{_said(key, value)}: it must be {allowed}")
