@@ -37,38 +37,23 @@ EXPORTED = "metattt"  # the entry of a config.json of Transformers with the reco
 
 
 class Trained(NamedTuple):
-    """What is known of a model without its weights.
+    """What is known of a model without its weights."""
 
-    Attributes:
-        path: the checkpoint: a folder, or a file.
-        config: of the run; of the model alone, where it does not come from a run of ours.
-        tokenizer: `bytes`, or the text of its tokenizer.json; None: not known.
-        evaluation: of a classifier, how its run made images of pictures (`metattt.data.images.Images`); None: not
-            known.
-        data: the fingerprint of the data of its run (`metattt.data.base.Data`).
-    """
-
-    path: Path
-    config: DictConfig
-    tokenizer: str | None
+    path: Path  # the checkpoint: a folder, or a file
+    config: DictConfig  # of the run; of the model alone, where it does not come from a run of ours
+    tokenizer: str | None  # `bytes`, or the text of its tokenizer.json; None: not known
+    # of a classifier, how its run made images of pictures (`metattt.data.images.Images`); None: not known
     evaluation: dict[str, Any] | None = None
-    data: str | None = None
+    data: str | None = None  # the fingerprint of the data of its run (`metattt.data.base.Data`)
 
 
 class Weights(NamedTuple):
-    """A model and the weights that it was trained to.
-
-    Attributes:
-        about: the model.
-        tensors: by the names of our parameters.
-        side: whose names they have on disk.
-        of_run: from a run's checkpoint; else from a model that was saved alone, whose types of numbers are kept.
-    """
+    """A model and the weights that it was trained to."""
 
     about: Trained
-    tensors: dict[str, Tensor]
-    side: Side
-    of_run: bool
+    tensors: dict[str, Tensor]  # by the names of our parameters
+    side: Side  # whose names they have on disk
+    of_run: bool  # from a run's checkpoint; else from a model that was saved alone, whose types of numbers are kept
 
 
 def read_checkpoint(path: str | Path, tensors: Tensors = "all") -> dict[str, Any]:

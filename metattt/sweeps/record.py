@@ -21,21 +21,13 @@ TYPES: dict[str, Any] = {"swept": list, "fixed": list, "state": str, "message": 
 
 
 class Status(NamedTuple):
-    """What is known of one run of a sweep.
+    """What is known of one run of a sweep."""
 
-    Attributes:
-        swept: the overrides that tell it from other runs.
-        fixed: those that all runs have.
-        state: how it ended; `running` where nobody could write that it did.
-        message: what the command said when it failed.
-        seconds: since it was last started.
-    """
-
-    swept: list[str]
-    fixed: list[str]
-    state: State
-    message: str = ""
-    seconds: float = 0.0
+    swept: list[str]  # the overrides that tell it from other runs
+    fixed: list[str]  # those that all runs have
+    state: State  # how it ended; `running` where nobody could write that it did
+    message: str = ""  # what the command said when it failed
+    seconds: float = 0.0  # since it was last started
 
 
 def folder_name(swept: str) -> str:

@@ -31,26 +31,16 @@ GRACE_SECONDS = 5  # after Ctrl-C, which the run's process may have had as well
 
 @dataclass(frozen=True)
 class SweptRun:
-    """What Hydra's launchers call for every run, in this process or in others.
+    """What Hydra's launchers call for every run, in this process or in others."""
 
-    Attributes:
-        command: of metattt.
-        fixed: overrides that all runs have, as they were typed.
-        own: settings of the command beside them, such as `resume=auto`.
-        foldered: the command has an `output_dir`.
-        objective: what the sweeper is told: a column of `metrics.csv`.
-        raises: the sweeper takes an exception for a run that failed, and continues.
-        sweeper: process that the sweep was started in.
-        here: processes of runs that this very object has started; empty in the sweep if its launcher uses others.
-    """
-
-    command: str
-    fixed: list[str]
-    own: list[str]
-    foldered: bool
-    objective: str
-    raises: bool
-    sweeper: int
+    command: str  # of metattt
+    fixed: list[str]  # overrides that all runs have, as they were typed
+    own: list[str]  # settings of the command beside them, such as `resume=auto`
+    foldered: bool  # the command has an `output_dir`
+    objective: str  # what the sweeper is told: a column of `metrics.csv`
+    raises: bool  # the sweeper takes an exception for a run that failed, and continues
+    sweeper: int  # process that the sweep was started in
+    # processes of runs that this very object has started; empty in the sweep if its launcher uses others
     here: list[int] = field(default_factory=list)
 
     def __call__(self, cfg: DictConfig) -> float:

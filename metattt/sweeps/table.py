@@ -28,23 +28,14 @@ NAMED_RUNS = 12  # in the legend of the picture: of more, the best
 
 
 class Run(NamedTuple):
-    """A run.
+    """A run, of a sweep or not."""
 
-    Attributes:
-        name: its folder, relative to that of the table.
-        state: of a run of a sweep; empty for another.
-        swept: key -> value, of a run of a sweep.
-        fixed: what all runs of its sweep have.
-        rows: of its log.
-        message: why it did not finish.
-    """
-
-    name: str
-    state: str
-    swept: dict[str, str]
-    rows: list[Row]
-    message: str = ""
-    fixed: tuple[str, ...] = ()
+    name: str  # its folder, relative to that of the table
+    state: str  # of a run of a sweep; empty for another
+    swept: dict[str, str]  # key -> value, of a run of a sweep
+    rows: list[Row]  # of its log
+    message: str = ""  # why it did not finish
+    fixed: tuple[str, ...] = ()  # what all runs of its sweep have
 
     def curve(self, column: str) -> list[tuple[int, float]]:
         """The values of a column by step; those of validation only, if it is one of these."""

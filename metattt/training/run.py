@@ -35,27 +35,16 @@ _LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.pa
 
 
 class Start(NamedTuple):
-    """The starting point of a run.
-
-    Attributes:
-        cfg: its configuration.
-        folder: its folder.
-        checkpoint: from which it resumes; None: a new run.
-        content: of the checkpoint, without its tensors.
-        done: steps done.
-        moved: the command line says where the data is now.
-        complete: there is nothing left to do.
-        clear: removes what the run replaces: to be called when all else is known to be right.
-    """
+    """The starting point of a run."""
 
     cfg: DictConfig
     folder: Path
-    checkpoint: Path | None
-    content: Mapping[str, Any]
-    done: int
-    moved: bool
-    complete: bool
-    clear: Callable[[], object]
+    checkpoint: Path | None  # from which it resumes; None: a new run
+    content: Mapping[str, Any]  # of the checkpoint, without its tensors
+    done: int  # steps
+    moved: bool  # the command line says where the data is now
+    complete: bool  # there is nothing left to do
+    clear: Callable[[], object]  # removes what the run replaces: to be called when all else is known to be right
 
 
 def check_given(cfg: DictConfig) -> None:

@@ -42,10 +42,8 @@ class LanguageModeling(OuterLoop):
     """Trains a language model on windows of tokens `[B, T + 1]`: the first T are read, the last T predicted.
 
     Args:
-        model: the language model.
-        recipe: the outer optimizer and its schedule.
+        model, recipe, record: as of `OuterLoop`.
         token_bytes: `[V]` bytes of text that each token stands for.
-        record: of the run (`metattt.checkpoints.record`), kept in every checkpoint.
         document_start: the token at which the inner loop starts again from W0; None: it never does.
     """
 
@@ -139,7 +137,7 @@ class LanguageModeling(OuterLoop):
         self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
 
     def shortest_loss(self) -> Tensor:
-        """The loss of one token. Parameters that do not affect it may get no gradient in a step."""
+        """The loss of one token."""
         return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
@@ -223,11 +221,7 @@ class TextJob(Job):
             )
 
     def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
-        """The Lightning module.
-
-        Raises:
-            MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
-        """
+        """The Lightning module; windows that hold no inner step of a model that has them raise an error."""
         if not isinstance(recipe, AdamW):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model
@@ -291,8 +285,5 @@ class TextJob(Job):
 
 def printable(text: bytes) -> str:
     """UTF-8 for a terminal: control characters, which could steer it, are written out as `\\x1b`."""
-    shown = (
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
-        for c in text.decode(errors="replace")
-    )
-    return "".join(shown)
+    characters = text.decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in characters)

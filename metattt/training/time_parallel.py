@@ -34,17 +34,11 @@ DATA, TIME, TENSOR = "data_parallel", "time", "tensor_parallel"  # axes of the m
 
 
 class OverTime(ParallelStrategy):
-    """The base of strategies that divide the time: a mixin before the strategy of the data axis.
+    """The base of strategies that divide the time: a mixin before the strategy of the data axis."""
 
-    Attributes:
-        line: the processes of this one's sequences, once they have started.
-        scanned: numbers of the blocks with a time-parallel scan.
-        made: number of blocks so far.
-    """
-
-    line: Line
-    scanned: list[int]
-    made: int
+    line: Line  # the processes of this one's sequences, once they have started
+    scanned: list[int]  # numbers of the blocks with a time-parallel scan
+    made: int  # number of blocks so far
 
     def divide(self, time_ranks: int, in_flight: int | None) -> None:
         """Takes the settings that both strategies have."""
@@ -55,12 +49,8 @@ class OverTime(ParallelStrategy):
         self.scanned, self.made = [], 0
 
     def check(self, context_length: int, batch_size: int) -> None:
-        """Raises an error for windows that cannot be divided; called before anything is read.
-
-        Args:
-            context_length: tokens per window.
-            batch_size: windows per batch of the processes that read the same ones.
-        """
+        """Raises an error for windows, of which a batch has `batch_size`, that cannot be divided; called before any is
+        read."""
         if context_length < self.time_ranks:
             raise MetaTTTError(
                 f"data.context_length={context_length} tokens cannot be divided among "

@@ -26,17 +26,11 @@ P = TypeVar("P")
 
 
 class _Chunk(NamedTuple):
-    """The graph of one chunk, detached from those before and after it.
+    """The graph of one chunk, detached from those before and after it."""
 
-    Attributes:
-        entering: tensors of the state before it, leaves of this graph.
-        leaving: of the state after it, in the order of the next chunk's `entering`.
-        loss: its share.
-    """
-
-    entering: list[Tensor]
-    leaving: list[Tensor]
-    loss: Tensor
+    entering: list[Tensor]  # of the state before it, leaves of this graph
+    leaving: list[Tensor]  # of the state after it, in the order of the next chunk's `entering`
+    loss: Tensor  # its share
 
 
 def truncated_loss(
@@ -80,11 +74,8 @@ def truncated_loss(
 
 
 def _reach_back(kept: Sequence[_Chunk], parameters: Sequence[Tensor], gradients: dict[int, Tensor], last: int) -> None:
-    """Adds the gradient of the newest chunk's loss by everything in the chunks that are kept.
-
-    Args:
-        last: k, of which the next loss reaches the newest k − 1 again, whose graphs stay; 1: no loss follows.
-    """
+    """Adds the gradient of the newest chunk's loss by everything in the chunks that are kept. `last`: k, of which the
+    next loss reaches the newest k − 1 again, whose graphs stay; 1: no loss follows."""
     outputs, cotangents = [kept[-1].loss], [torch.ones_like(kept[-1].loss)]
     newest_first = list(reversed(kept))
     for back, chunk in enumerate(newest_first, 1):
