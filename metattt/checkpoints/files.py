@@ -47,7 +47,7 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
         raise MetaTTTError(f"no checkpoint: {path} does not exist; {advice}")
     run = given.parent if given.name == rolling.FOLDER else given
     if found := rolling.steps(run):
-        return rolling.newest_good(run, ours.verify) if fall_back else found[0][1]
+        return rolling.newest_good(run) if fall_back else found[0][1]
     files = [one for name in (SAFETENSORS, *PUBLISHED) if (one := given / name).is_file()][:1]
     files = files or sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
     if not files:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from metattt.checkpoints.folder import CONTENT
+from metattt.checkpoints.folder import CONTENT, verify
 from metattt.errors import MetaTTTError
 
 FOLDER = "checkpoints"  # in the folder of a run
@@ -46,8 +45,8 @@ def _entries(run_folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
-    """The newest checkpoint of a run that `verify` raises no MetaTTTError for; newer ones are named on stderr.
+def newest_good(run_folder: Path) -> Path:
+    """The newest checkpoint of a run that is as it was written; newer ones, which are damaged, are named on stderr.
 
     Raises:
         MetaTTTError: all of them are damaged.

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
@@ -25,30 +24,6 @@ from metattt.parallel.heads import divide_heads
 from metattt.registry import register
 from metattt.training.batches import shares
 from metattt.training.building import Builder
-
-
-def build_divided(
-    build: Builder, mesh: DeviceMesh, on_block: Callable[[nn.Module], object] | None = None
-) -> LanguageModel:
-    """Makes a model block by block, each divided among the processes before the next is made: no process ever holds the
-    whole model.
-
-    The parameters are those of one process, as all draw the same random numbers in the same order. `on_block` is called
-    with every block before it is divided.
-    """
-    divide = partial(fully_shard, mesh=mesh)
-
-    def divided_block(block: nn.Module) -> None:
-        if on_block is not None:
-            on_block(block)
-        divide(block)
-
-    model = build.in_parts(divided_block)
-    divide(model)  # embedding, final norm and head
-    for method in ("step", "cross_entropy"):  # generation and training call them in place of forward
-        register_fsdp_forward_method(model, method)
-    build.finish(model)
-    return model
 
 
 def divided(model: nn.Module) -> bool:
@@ -78,6 +53,23 @@ class FullyShardedData(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = shares(self.num_nodes * self.num_processes, tensor_ranks=self.tensor_ranks)
         super().setup_environment()
+
+    def build_divided(self, build: Builder) -> LanguageModel:
+        """Makes a model block by block, each divided among the processes before the next is made: no process ever holds
+        the whole model. The parameters are those of one process, as all draw the same random numbers in the same order.
+        """
+        divide = partial(fully_shard, mesh=self.device_mesh["data_parallel"])
+
+        def divided_block(block: nn.Module) -> None:
+            self.on_block(block)
+            divide(block)
+
+        model = build.in_parts(divided_block)
+        divide(model)  # embedding, final norm and head
+        for method in ("step", "cross_entropy"):  # generation and training call them in place of forward
+            register_fsdp_forward_method(model, method)
+        build.finish(model)
+        return model
 
     def on_block(self, block: nn.Module) -> None:
         """Divides the heads of a block; FSDP2 divides the parts again afterwards."""

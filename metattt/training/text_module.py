@@ -29,7 +29,7 @@ from metattt.training.callbacks import LossCurve
 from metattt.training.compiling import CompileWherePays
 from metattt.training.job import Job, OuterLoop, callback_of
 from metattt.training.recipes import AdamW
-from metattt.training.sharding import FullyShardedData, build_divided, divided
+from metattt.training.sharding import FullyShardedData, divided
 from metattt.training.truncated import truncated_loss
 
 SAMPLE_PROMPT_BYTES = 64
@@ -65,11 +65,10 @@ class LanguageModeling(OuterLoop):
         self.knows_bytes = bool(token_bytes.any())
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FullyShardedData) and not divided(self.model):
             assert self.build is not None
-            self.model = build_divided(
-                self.build, self.trainer.strategy.device_mesh["data_parallel"], self.trainer.strategy.on_block
-            )
+            self.model = strategy.build_divided(self.build)
 
     def on_fit_start(self) -> None:
         if not divided(self.model):  # else it was checked while it was made; a part of a model cannot run

@@ -37,16 +37,14 @@ class OverTime(ParallelStrategy):
     """The base of strategies that divide the time: a mixin before the strategy of the data axis."""
 
     line: Line  # the processes of this one's sequences, once they have started
-    scanned: list[int]  # numbers of the blocks with a time-parallel scan
-    made: int  # number of blocks so far
+    scans: list[bool]  # of every block so far: it has a time-parallel scan
 
     def divide(self, time_ranks: int, in_flight: int | None) -> None:
         """Takes the settings that both strategies have."""
         check_integer("trainer.time_ranks", time_ranks)
         if in_flight is not None:
             check_integer("trainer.in_flight", in_flight)
-        self.time_ranks, self.in_flight = time_ranks, in_flight
-        self.scanned, self.made = [], 0
+        self.time_ranks, self.in_flight, self.scans = time_ranks, in_flight, []
 
     def check(self, context_length: int, batch_size: int) -> None:
         """Raises an error for windows, of which a batch has `batch_size`, that cannot be divided; called before any is
@@ -73,12 +71,11 @@ class OverTime(ParallelStrategy):
         module: Any = self.lightning_module
         if not isinstance(module, LanguageModeling):
             raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
-        module.line, module.scanned = self.line, self.scanned
         if not divided(module.model):  # else every block was looked at while it was made
-            self.scanned.clear()
-            self.made = 0
+            self.scans = []
             for block in module.model.blocks:
                 self.on_block(block)
+        module.line, module.scanned = self.line, [number for number, scans in enumerate(self.scans) if scans]
         super().setup(trainer)
 
     def on_block(self, block: nn.Module) -> None:
@@ -88,9 +85,7 @@ class OverTime(ParallelStrategy):
         check_divisible(block)
         dim = len(block.layer_norm.weight)
         check_cut(block.layer, dim)
-        if scannable(block.layer, dim):
-            self.scanned.append(self.made)
-        self.made += 1
+        self.scans.append(scannable(block.layer, dim))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The step of the gradients of all processes: they are put together once, before anybody looks at them."""
