@@ -79,10 +79,11 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[...,
     monkeypatch.setattr(LossCurve, "on_train_batch_end", then)
 
 
-def assert_equal(found: Any, wanted: Any, where: str) -> None:
-    """Bit by bit, through dictionaries and lists."""
+def assert_equal(found: Any, wanted: Any, where: str = "") -> None:
+    """Bit by bit and type by type, through dictionaries and lists."""
+    assert type(found) is type(wanted), where
     if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted), where
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted), where
     elif isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
         for name, value in wanted.items():

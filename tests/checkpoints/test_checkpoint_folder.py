@@ -18,6 +18,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from refusals_for_tests import refusal
+from runs_for_tests import assert_equal
 from safetensors import safe_open
 from torch import Tensor
 
@@ -59,23 +60,13 @@ def content(seed: int = 0, tokenizer: str | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def same(one: Any, two: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(two, Tensor) and one.dtype == two.dtype and torch.equal(one, two)
-    if isinstance(one, dict):
-        return isinstance(two, dict) and list(one) == list(two) and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
-    return bool(one == two) and type(one) is type(two)
-
-
 def read(folder: Path) -> dict[str, Any]:
-    """What is in a checkpoint, in alphabetical order, without its record."""
+    """What is in a checkpoint without its record."""
     return others(read_content(folder))
 
 
 def others(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in sorted(found.items()) if key != RECORD}
+    return {key: value for key, value in found.items() if key != RECORD}
 
 
 # -- plain data and tensors --------------------------------------------------------------------------------------------
@@ -89,7 +80,7 @@ def test_what_is_not_plain_is_refused_by_its_place(node: Any) -> None:
 @pytest.mark.parametrize("node", [{1: torch.zeros(2), "1": torch.ones(3)}, {"a/b": torch.zeros(2), "a": {"b": torch.ones(3)}}])
 def test_tensors_whose_places_read_alike_stay_two(node: Any) -> None:
     tensors: dict[str, Tensor] = {}
-    assert same(put_together(take_apart(node, tensors), tensors), node)
+    assert_equal(put_together(take_apart(node, tensors), tensors), node)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn])
@@ -107,8 +98,8 @@ def test_views_are_written_as_they_are_seen(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a", tensors)
     write_checkpoint(tmp_path / "b", content() | {WEIGHTS: tensors | {"tied": tensors["row"]}})
     wanted = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    assert same(dict(sorted(read_described(tmp_path / "a")[0].items())), dict(sorted(wanted.items())))
-    assert same(read(tmp_path / "b")[WEIGHTS], wanted | {"tied": wanted["row"]})
+    assert_equal(read_described(tmp_path / "a")[0], wanted)
+    assert_equal(read(tmp_path / "b")[WEIGHTS], wanted | {"tied": wanted["row"]})
     with safe_open(tmp_path / "b" / "model.safetensors", "pt") as opened:
         assert sorted(opened.keys()) == ["column", "row", "turned"]
 
@@ -118,7 +109,7 @@ def test_views_are_written_as_they_are_seen(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_there_and_back(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "one", content(tokenizer="a tokenizer"))
-    assert same(read(tmp_path / "one"), others(content()))
+    assert_equal(read(tmp_path / "one"), others(content()))
     assert folders.read_tokenizer(tmp_path / "one") == "a tokenizer" and read_content(tmp_path / "one")[RECORD]["config"] == {"dim": 8}
     plain, small = read_content(tmp_path / "one", "none"), read_content(tmp_path / "one", "small")
     assert all(WEIGHTS not in one and one["optimizer_states"][0]["state"] == {0: {"count": 7}} for one in (plain, small))
@@ -183,7 +174,7 @@ def test_killed_at_any_moment_there_is_the_old_one_or_the_new_one(tmp_path: Path
             if before or found.exists():
                 step = read(found)["global_step"]
                 assert step == 5 or (before and step == 4)
-                assert same(read(found), others(content(step - 4)))
+                assert_equal(read(found), others(content(step - 4)))
             write_checkpoint(folder, content(1)) if again is None else killed_at(again, folder)
         assert read(folder)["global_step"] == 5 and os.listdir(folder.parent) == ["step"]
         if not killed:
@@ -263,11 +254,11 @@ def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
         (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": seal(stored), **stored}))
 
     sign()
-    assert same(read(tmp_path / "step")[WEIGHTS], {"w": whole, "alone": alone})
+    assert_equal(read(tmp_path / "step")[WEIGHTS], {"w": whole, "alone": alone})
     assert folders.shapes(tmp_path / "step") == {"alone": (2,), "w": (10, 4)}
     mine = {"w": torch.zeros(10, 4), "alone": torch.zeros(2)}
     load_parts(tmp_path / "step", mine)
-    assert same(mine, {"w": whole, "alone": alone})
+    assert_equal(mine, {"w": whole, "alone": alone})
     for name, message in (("other", "Missing key "), ("w", "Size mismatch")):
         refusal(partial(load_parts, tmp_path / "step", {name: torch.zeros(4, 10)}), message, f" {name}", lines=1)
     name = "model-00002-of-00004.safetensors"
@@ -355,7 +346,7 @@ def test_no_size_is_believed(tmp_path: Path) -> None:
         assert re.search(message, said), said
     write_model(tmp_path / "whole", config(), weights, None)
     loaded, _ = load_model(tmp_path / "whole")
-    assert same(dict(loaded.state_dict()), dict(weights))
+    assert_equal(dict(loaded.state_dict()), dict(weights))
     check_amounts({"data": {"num_workers": 8}, "trainer": {"devices": 8}}, "run", 1)
     refusal(lambda: check_amounts({"data": {"num_workers": 10**6}}, "run", 1), "num_workers")
 
