@@ -78,14 +78,8 @@ def runs(cfg: DictConfig) -> None:
 
 
 def tell(folder: Path, sort: str | None = None, descending: bool | None = None, output_dir: Path | None = None) -> int:
-    """Prints the table and writes its files; returns the number of runs of a sweep that have not finished.
-
-    Args:
-        folder: of a sweep, or of runs.
-        sort: column; None chooses one.
-        descending: the largest first; None chooses by the column.
-        output_dir: for the files; None is the folder.
-    """
+    """Prints the table of a folder, sorted by a column (None chooses one, and by it what comes first), and writes its
+    files, there or in `output_dir`; returns the number of runs of a sweep that have not finished."""
     found = list(collect(folder, DEPTH))
     if not found:
         raise MetaTTTError(f"{folder} holds no runs: give the folder of a sweep, or one that holds runs")

@@ -39,11 +39,11 @@ class OverTime(ParallelStrategy):
     line: Line  # the processes of this one's sequences, once they have started
     scans: list[bool]  # of every block so far: it has a time-parallel scan
 
-    def divide(self, time_ranks: int, in_flight: int | None) -> None:
-        """Takes the settings that both strategies have."""
+    def __init__(self, time_ranks: int, in_flight: int | None, **others: Any) -> None:
         check_integer("trainer.time_ranks", time_ranks)
         if in_flight is not None:
             check_integer("trainer.in_flight", in_flight)
+        super().__init__(**others)
         self.time_ranks, self.in_flight, self.scans = time_ranks, in_flight, []
 
     def check(self, context_length: int, batch_size: int) -> None:
@@ -112,8 +112,7 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
     """
 
     def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
-        super().__init__(timeout=timedelta(minutes=timeout_minutes))
-        self.divide(time_ranks, in_flight)
+        super().__init__(time_ranks, in_flight, timeout=timedelta(minutes=timeout_minutes))
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
@@ -131,8 +130,7 @@ class ShardedOverData(OverTime, FullyShardedData):
     def __init__(
         self, time_ranks: int = 2, in_flight: int | None = None, tensor_ranks: int = 1, timeout_minutes: float = 30.0
     ) -> None:
-        super().__init__(tensor_ranks, timeout_minutes)
-        self.divide(time_ranks, in_flight)
+        super().__init__(time_ranks, in_flight, tensor_ranks=tensor_ranks, timeout_minutes=timeout_minutes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
