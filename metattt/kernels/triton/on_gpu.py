@@ -34,12 +34,15 @@ class OnGPU(Operation):
     operands: torch.dtype | None = None  #: of products, whatever the views have; None: what the call says
 
     @abstractmethod
+    def decoder(self, width: int, size: int, weights: Part) -> tuple[Any, dict[str, Any]]:
+        """The kernel that `launch` runs, and what it is compiled for besides what `launch` tells it."""
+
     def launch(
         self, o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
         phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
         new_update: Part | None,
     ) -> None:  # fmt: skip
-        """Launches the operation's `decode.launch_token` for one token of every sequence.
+        """Runs the operation's kernel for one token of every sequence.
 
         Args:
             o: where the outputs `[B, H, d]` go; last stride 1, as those of q, k and v.
@@ -50,6 +53,18 @@ class OnGPU(Operation):
             new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
             new_update: where M goes; may be `update`. None: the token completes every mini-batch.
         """
+        batch, heads, width = q.shape
+        nothing: Part = (None,) * len(self.weights)
+        places = (phase, 0) if isinstance(phase, Tensor) else (None, phase)
+        copies = new_weights is None or new_weights[0] is not weights[0]
+        kernel, options = self.decoder(width, size, weights)
+        kernel[(batch * heads,)](
+            q, k, v, eta, scale, shift, tau, *places, o,
+            *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2],
+            0 if tau is None or len(tau) == 1 else tau.stride(0), *o.stride()[:2],
+            H=heads, D=width, BIAS=weights[1] is not None, COPIES=copies, **options,
+        )  # fmt: skip
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         """Most bytes of shared memory that a program of the launches for these shapes takes, forward or backward.

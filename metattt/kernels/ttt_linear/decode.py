@@ -11,8 +11,7 @@ token and head in fp32, against O(d) of everything else. The time is that of mov
 The new state goes where the caller says: over the old one, or elsewhere at no more traffic than that of a copy.
 
 Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but
-    what
-is stored.
+what is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,12 +19,8 @@ is stored.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from metattt.kernels.naive import EPS
-from metattt.kernels.triton.on_gpu import Part
 from metattt.kernels.ttt_linear.tiles import add3
-from metattt.kernels.ttt_linear.tuning import decode_launch, padded
 
 
 @triton.jit
@@ -107,24 +102,3 @@ def decode_kernel(
         tl.store(new_open_w_ptr + matrix, open_w.to(new_open_w_ptr.dtype.element_ty), mask=square)
         if BIAS:
             tl.store(new_open_b_ptr + vector, open_b.to(new_open_b_ptr.dtype.element_ty), mask=inside)
-
-
-def launch_token(
-    o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
-    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
-    new_update: Part | None,
-) -> None:  # fmt: skip
-    """Runs the kernel for one token of every sequence: see `OnGPU.launch`."""
-    batch, heads, width = q.shape
-    nothing: Part = (None, None)
-    places = (phase, 0) if isinstance(phase, Tensor) else (None, phase)
-    same = new_weights is not None and new_weights[0] is weights[0]
-    decode_kernel[(batch * heads,)](
-        q, k, v, eta, scale, shift, tau, *places, o,
-        *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2],
-        tau.stride(0) if tau is not None and len(tau) > 1 else 0,
-        *o.stride()[:2],
-        H=heads, D=width, DP=padded(width), SIZE=size, EPS=EPS, BIAS=weights[1] is not None, COPIES=not same,
-        **decode_launch(padded(width))._asdict(),
-    )  # fmt: skip

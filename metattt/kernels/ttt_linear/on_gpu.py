@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from metattt.kernels.naive import EPS
 from metattt.kernels.operator import Pass, Results, rows
 from metattt.kernels.residual import TTTLinearKernel
-from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters
+from metattt.kernels.triton.on_gpu import OnGPU, Part, gradients, launched, parameters
 from metattt.kernels.ttt_linear import tuning
 
 if TYPE_CHECKING:  # Triton is imported where it is used
@@ -62,10 +63,11 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
         others = (None if tau is None else out.tau, out.scale, out.shift, out.w, out.b if biased else None)
         return gradients(given, (out.k, out.v, out.q, out.eta), others)
 
-    def launch(self, *given: Any) -> None:
-        from metattt.kernels.ttt_linear.decode import launch_token
+    def decoder(self, width: int, size: int, weights: Part) -> tuple[Any, dict[str, Any]]:
+        from metattt.kernels.ttt_linear.decode import decode_kernel
 
-        launch_token(*given)
+        wide = tuning.padded(width)
+        return decode_kernel, {"DP": wide, "SIZE": size, "EPS": EPS, **tuning.decode_launch(wide)._asdict()}
 
 
 def _results(call: Pass, out: Forward) -> Results:

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from metattt.kernels.triton.on_gpu import Part
 from metattt.kernels.ttt_mlp.common import gelu, gelu_and_slope, load_tile, normalize, store_tile
-from metattt.kernels.ttt_mlp.forward import inner_gradient, launch_options, tau_stride
-from metattt.kernels.ttt_mlp.tuning import config
+from metattt.kernels.ttt_mlp.forward import inner_gradient
 
 
 @triton.jit(do_not_specialize=["place"])
@@ -140,22 +137,3 @@ def decode_kernel(
     hat, _rstd_bar = normalize(zbar2[:, None], rows, D, DP)
     out = qt + gamma * tl.sum(hat, 1) + beta
     tl.store(o + n * o_b + h * o_h + rows_at, out.to(o.dtype.element_ty), mask=rows)
-
-
-def launch_token(
-    o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
-    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
-    new_update: Part | None,
-) -> None:  # fmt: skip
-    """Runs the kernel for one token of every sequence: see `OnGPU.launch`."""
-    batch, heads, d = q.shape
-    nothing: Part = (None,) * 4
-    places = (phase, 0) if isinstance(phase, Tensor) else (None, phase)
-    same = new_weights is not None and new_weights[0] is weights[0]
-    decode_kernel[(batch * heads,)](
-        q, k, v, eta, scale, shift, tau, *places, o,
-        *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2], tau_stride(tau), *o.stride()[:2], heads,
-        D=d, DP=triton.next_power_of_2(d), F=weights[0].shape[-1], B=size, BIAS=weights[1] is not None, COPIES=not same,
-        **launch_options(config("decode", d, size)),
-    )  # fmt: skip

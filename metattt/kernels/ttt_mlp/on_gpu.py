@@ -11,7 +11,7 @@ from torch import Tensor
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.operator import Pass, Results, empty_like_tokens, rows
 from metattt.kernels.residual import TTTMLPKernel
-from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters
+from metattt.kernels.triton.on_gpu import OnGPU, Part, gradients, launched, parameters
 from metattt.kernels.ttt_mlp import tuning
 
 
@@ -75,7 +75,9 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
         hidden = given.weights["w1"].shape[-1]
         return f"{hidden} hidden units, not a multiple of 32" if hidden % 32 else super().reason_not_decoded(given)
 
-    def launch(self, *given: Any) -> None:
-        from metattt.kernels.ttt_mlp.decode import launch_token
+    def decoder(self, width: int, size: int, weights: Part) -> tuple[Any, dict[str, Any]]:
+        from metattt.kernels.ttt_mlp.decode import decode_kernel
+        from metattt.kernels.ttt_mlp.forward import launch_options
 
-        launch_token(*given)
+        sizes = {"DP": tuning.padded(width, size)[0], "F": weights[0].shape[-1], "B": size}
+        return decode_kernel, {**sizes, **launch_options(tuning.config("decode", width, size))}
