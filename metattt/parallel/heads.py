@@ -71,11 +71,7 @@ class HeadParallel(ParallelStyle):
             axis = axes[name]
             whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate() if axis is None else Shard(axis)])
             divided = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            registry = module.get_submodule(owner)
-            if isinstance(registry, nn.ParameterDict):
-                registry[key] = divided
-            else:
-                registry.register_parameter(key, divided)
+            module.get_submodule(owner).register_parameter(key, divided)
         module.__class__ = DividedLayer
         module.__dict__["division"] = (part, axes, device_mesh)
         return module
