@@ -14,13 +14,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.messages import explain_instantiation
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError
 
 if TYPE_CHECKING:
     from metattt.layer import TTTLayer
     from metattt.models.language_model import LanguageModel
-
-DIRECTIONS = ("forward", "both")
 
 
 def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
@@ -53,15 +51,13 @@ def instantiate_layer(cfg: DictConfig) -> TTTLayer:
     `Combined` of two; of `layer=mamba` and the like, a `Mixer`; with `direction=both` a `Bidirectional` of it).
 
     Raises:
-        MetaTTTError: as `instantiate_part`; another direction.
+        MetaTTTError: as `instantiate_part`.
     """
     return _directed(cfg, instantiate_part(cfg, "layer"))
 
 
 def _directed(cfg: DictConfig, layer: Any) -> Any:
-    direction = cfg.get("direction", DIRECTIONS[0])  # older checkpoints say none
-    check_choice("direction", direction, DIRECTIONS)
-    if direction == "forward":
+    if cfg.get("direction") != "both":  # older checkpoints say none
         return layer
     from metattt.bidirectional import Bidirectional
 
