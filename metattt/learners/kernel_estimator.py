@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, shown
 from metattt.learners.base import Weight
 from metattt.learners.non_parametric import NonParametric
 from metattt.learners.window import Window
@@ -128,16 +128,13 @@ class KernelEstimator(NonParametric):
 
     def _check_state(self, state: Tensors) -> None:
         """Raises an error for the state of a learner with another window, or where only one of both has a window."""
-        if not state or (self.window is None and "position" not in state):
-            return
-        if self.window is None:
-            raise MetaTTTError("the state is from another layer: it has a window, and this one has learner.window=null")
-        places = state["position"].shape[1] if "position" in state else -1
-        if not self.sinks <= places < self.sinks + self.window:
-            found = f"{places} places" if places >= 0 else "no window"
+        places = state["position"].shape[1] if "position" in state else None
+        fits = places is None if self.window is None else places is not None and 0 <= places - self.sinks < self.window
+        if state and not fits:
+            found = "no window" if places is None else f"{places} places"
             raise MetaTTTError(
-                f"the state is from another layer: it holds {found}, this one has learner.window={self.window} and "
-                f"learner.sinks={self.sinks}"
+                f"the state is from another layer: it holds {found}, this one has learner.window={shown(self.window)} "
+                f"and learner.sinks={self.sinks}"
             )
 
     def finished(self, y: Tensor, q: Tensor) -> Tensor:
