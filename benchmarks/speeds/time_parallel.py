@@ -170,9 +170,9 @@ def measured(blocks: int, count: int, seconds: float, state: int, rounds: int) -
     step(model, line, 1)
     for _ in range(rounds):
         dist.barrier()
-        started, waited = time.perf_counter(), line.traffic.waited
+        started, waited = time.perf_counter(), line.waited
         step(model, line, count)
-        found.append((time.perf_counter() - started, line.traffic.waited - waited))
+        found.append((time.perf_counter() - started, line.waited - waited))
         line.finish()
     return found
 

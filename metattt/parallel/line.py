@@ -20,7 +20,6 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -54,21 +53,6 @@ class Slot(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass
-class Traffic:
-    """What a process has sent, and how long it has waited for others.
-
-    Attributes:
-        states: bytes of states that went to the next process.
-        derivatives: bytes that went back to the one before.
-        waited: seconds spent on waiting for messages (where the host waits for them: not with NCCL).
-    """
-
-    states: int = 0
-    derivatives: int = 0
-    waited: float = 0.0
-
-
 class Line:
     """The processes of one sequence in order of time, as one of them sees them.
 
@@ -77,10 +61,14 @@ class Line:
         frames: a group of the same processes that the host can use (gloo); None: that of the mesh.
         in_flight: parts of a batch that are handed on one after the other, so that processes need not wait for each
             other's whole batch; None: every sequence on its own.
+
+    Attributes:
+        waited: seconds that this process has spent on waiting for messages (where the host waits for them: not with
+            NCCL).
     """
 
     def __init__(self, mesh: DeviceMesh, frames: dist.ProcessGroup | None = None, in_flight: int | None = None):
-        self.mesh, self.in_flight, self.traffic = mesh, in_flight, Traffic()
+        self.mesh, self.in_flight, self.waited = mesh, in_flight, 0.0
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self.first, self.last = self.rank == 0, self.rank == self.size - 1  # whether it reads the beginning, the end
         self.group = mesh.get_group()
@@ -129,7 +117,7 @@ class Line:
         self._send(torch.tensor([0 if again else len(dumped)]), to, self.frames)
         if not again:
             self._send(torch.frombuffer(bytearray(dumped), dtype=torch.uint8), to, self.frames)
-        self.traffic.states += self._send_content([tensor.detach() for tensor in tensors], to)
+        self._send_content([tensor.detach() for tensor in tensors], to)
         return slots, tensors
 
     def receive_frame(self, key: object) -> tuple[Any, list[Slot]]:
@@ -152,7 +140,7 @@ class Line:
         """Sends derivatives by the state that came in to the process that it came from; None where there is none."""
         to = self.ranks[self.rank - 1]
         self._send(torch.tensor([one is not None for one in derivatives], dtype=torch.uint8), to, self.frames)
-        self.traffic.derivatives += self._send_content([one for one in derivatives if one is not None], to)
+        self._send_content([one for one in derivatives if one is not None], to)
 
     def receive_back(self, slots: Sequence[Slot]) -> list[Tensor | None]:
         """Derivatives by the tensors of the state that was sent, from the process that it went to."""
@@ -177,14 +165,11 @@ class Line:
         found = dict(zip(order, pieces, strict=True))
         return [found[number].view(slot.dtype).view(slot.shape) for number, slot in enumerate(slots)]
 
-    def _send_content(self, tensors: Sequence[Tensor], to: int) -> int:
+    def _send_content(self, tensors: Sequence[Tensor], to: int) -> None:
         slots = [Slot(n, tuple(x.shape), x.dtype, False) for n, x in enumerate(tensors)]
         pieces = [tensors[number].contiguous().view(-1).view(torch.uint8) for number in _order(slots)]
-        if not sum(map(len, pieces)):
-            return 0
-        content = torch.cat(pieces)
-        self._send(content, to, self.group)
-        return content.nbytes
+        if sum(map(len, pieces)):
+            self._send(torch.cat(pieces), to, self.group)
 
     def _send(self, content: Tensor, to: int, group: dist.ProcessGroup) -> None:
         # What leaves must stay until it has left: gloo drops a message that nobody holds, without a word. (It does not
@@ -197,7 +182,7 @@ class Line:
     def _receive(self, into: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
         started = time.perf_counter()
         dist.recv(into, source, group=group)
-        self.traffic.waited += time.perf_counter() - started
+        self.waited += time.perf_counter() - started
         return into
 
 
