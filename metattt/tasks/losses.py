@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOSSES = ("squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber", "kl")
 IN_SYMBOLS: dict[str, tuple[str, str | None]] = {
     "squared": ("½‖{p} − v_t‖²", "{p} − v_t"),
     "mean_squared": ("‖{p} − v_t‖²/d", "({p} − v_t)·2/d"),
@@ -29,7 +28,7 @@ STEEPNESS = 10.0  # a of sign(x) ≈ tanh(a x), likewise
 
 
 def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: float | Tensor) -> Tensor:
-    """ℓ by its name in `LOSSES`, but for `squared`: predictions and labels `[B, H, T, d]` to `[B, H, T]`.
+    """ℓ by its name in `IN_SYMBOLS`, but for `squared`: predictions and labels `[B, H, T, d]` to `[B, H, T]`.
 
     Args:
         p: exponent of `lp`, `Σ_j |e_j|^p` with |e| smoothed to √(e² + ε), so that its gradient is
