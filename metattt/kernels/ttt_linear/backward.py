@@ -75,7 +75,7 @@ def launch_backward(
     out: Backward, d_o: Tensor, d_state: tuple[Tensor, ...] | None, q: Tensor, k: Tensor, v: Tensor, eta: Tensor,
     scale: Tensor, shift: Tensor, tau: Tensor | None, cu_seqlens: Tensor | None, weighted: Tensor, anchors: Tensor,
     size: int, segment: int,
-) -> Backward:  # fmt: skip
+) -> None:  # fmt: skip
     """Runs the kernels into `out` of `allocate`. `d_state`: contiguous fp32 cotangents of w, b, update_w and update_b;
     `segment`: mini-batches between anchors."""
     batch, tokens, heads, width = q.shape
@@ -122,4 +122,3 @@ def launch_backward(
     torch.sum(d_shift, (0, 1), out=out.shift)
     if d_tau is not None:
         torch.sum(d_taus, (0, 1), out=d_tau)
-    return out

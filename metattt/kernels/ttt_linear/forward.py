@@ -156,7 +156,7 @@ def launch_forward(
     out: Forward, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor,
     shift: Tensor,
     tau: Tensor | None, cu_seqlens: Tensor | None, size: int, segment: int,
-) -> Forward:  # fmt: skip
+) -> None:  # fmt: skip
     """Runs the kernels into `out` of `allocate`, whose empty tensors say what not to write.
 
     w is `[H, d, d]` for all sequences or `[N, H, d, d]`, b likewise; all weights and tau are contiguous.
@@ -182,4 +182,3 @@ def launch_forward(
         *weighted_strides,
         **sizes, **tuning.launch("forward", width, size, k.itemsize)._asdict(),
     )  # fmt: skip
-    return out
