@@ -37,8 +37,11 @@ def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def check_integer(key: str, value: object, least: int = 1, most: int = 2**63 - 1, advice: str = "") -> None:
-    """Raises an error if a value is not an integer from `least` to `most`; `key` is the override that sets it, `advice`
-    what else there is to say, for the end of the line."""
+    """Raises an error if a value is not an integer from `least` to `most`; `key` is the override that sets it.
+
+    Args:
+        advice: what else there is to say, for the end of the line.
+    """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if whole and least <= value <= most:  # type: ignore[operator]
         return
@@ -57,8 +60,13 @@ def check_number(
     below: float | None = None,
     advice: str = "",
 ) -> None:
-    """Raises an error if a value is not a finite number from `least` to `most`, or between `above` and `below`, ends in
-    their places that are not in the range; `key` and `advice` as of `check_integer`."""
+    """Raises an error if a value is not a finite number in a range; `key` is the override that sets it.
+
+    Args:
+        least, most: the range with its ends.
+        above, below: ends that are not in it, in their places.
+        advice: what else there is to say, for the end of the line.
+    """
     number: Any = value
     low, high = least if above is None else above, most if below is None else below
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -73,8 +81,11 @@ def check_number(
 
 
 def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str = "") -> None:
-    """Raises an error if a value is not True, False or one of `words`; `key` is the override that sets it, `advice`
-    says which of the words true means."""
+    """Raises an error if a value is not True, False or one of `words`; `key` is the override that sets it.
+
+    Args:
+        advice: which of the words true means.
+    """
     if not isinstance(value, bool) and value not in (words := list(words)):
         allowed = f"true{advice}, false or one of {', '.join(words)}" if words else "true or false"
         raise MetaTTTError(f"{_said(key, value)}: it must be {allowed}")

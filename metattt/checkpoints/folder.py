@@ -256,11 +256,12 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def write_checkpoint(folder: Path, content: Mapping[str, Any], together: bool = False) -> None:
-    """Writes a checkpoint in place of what has this name: content as `read_checkpoint` returns it, its record with the
-    text of a tokenizer.json as `tokenizer`.
+    """Writes a checkpoint in place of what has this name.
 
-    With `together` all processes of the run call this, and each writes the tensors, or the pieces of them, that it
-    holds.
+    Args:
+        content: as `read_checkpoint` returns it: the record (plain data, with the text of its tokenizer.json as
+            `tokenizer`), `state_dict`, and what else there is to keep of a run: plain data and tensors.
+        together: all processes of the run call this, and each writes the tensors, or the pieces of them, that it holds.
 
     Raises:
         MetaTTTError: it cannot be written; what was there before is still there.

@@ -78,8 +78,14 @@ def runs(cfg: DictConfig) -> None:
 
 
 def tell(folder: Path, sort: str | None = None, descending: bool | None = None, output_dir: Path | None = None) -> int:
-    """Prints the table of a folder, sorted by a column (None chooses one, and by it what comes first), and writes its
-    files, there or in `output_dir`; returns the number of runs of a sweep that have not finished."""
+    """Prints the table and writes its files; returns the number of runs of a sweep that have not finished.
+
+    Args:
+        folder: of a sweep, or of runs.
+        sort: column; None chooses one.
+        descending: the largest first; None chooses by the column.
+        output_dir: for the files; None is the folder.
+    """
     found = list(collect(folder, DEPTH))
     if not found:
         raise MetaTTTError(f"{folder} holds no runs: give the folder of a sweep, or one that holds runs")
@@ -149,6 +155,8 @@ def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Itera
 def _number(value: float, digits: int) -> str:
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return str(int(value))
+    if 1e4 <= abs(value) < 1e15:  # never with an exponent
+        digits = max(digits, len(str(int(abs(value)))))
     return f"{value:.{digits}f}" if 1e-3 < abs(value) < 1e4 else f"{value:.{digits}g}"
 
 

@@ -287,3 +287,9 @@ def test_differences_are_paired_by_seed() -> None:
     assert _over_seeds([found[0], ended], ["layer", "seed"], "validation/loss")[0]["mean validation/loss"] == "inf"
     longer = found[0]._replace(fixed=("trainer.max_steps=10",))  # of another sweep in the same folder
     assert _over_seeds([*found, longer], ["layer", "seed"], "validation/loss") == []
+
+
+def test_large_figures_have_no_exponent() -> None:
+    run = Run("a", "", {}, [{"step": "1", "train/tokens_per_second": "12110.512"}])
+    assert run.texts(["train/tokens_per_second"]) == ["12111"]
+    assert run.texts(["train/tokens_per_second"], 8) == ["12110.512"]
