@@ -25,7 +25,7 @@ from metattt.checkpoints.tensors import read_described, write_tensors
 from metattt.combined import Combined
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.causality import Causality
+from metattt.inner.causality import require_causal
 from metattt.io import check_own, parse, path_of, replaced
 from metattt.optional import need
 
@@ -81,10 +81,9 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
                 made[name] = _InPlace(name, module, call, mlp, width, dict(settings))
             else:
                 made[name] = _Beside(name, module, call, layer, how, width, settings)
-        causality = Causality()
         for one in made.values():
             if isinstance(one, _Beside):
-                causality.check(one.layer, width)
+                require_causal(one.layer, width)
     except BaseException:
         for end in (call.end, *(one.end for one in made.values())):
             end()

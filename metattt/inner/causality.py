@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,37 +14,28 @@ from metattt.errors import MetaTTTError
 
 TOKENS = 9  # less than a usual mini-batch: no kernel is compiled for them; a square, which may be a map
 PARTS = ("optimizer", "learner", "task")
-SETTINGS = (bool, int, float, str, type(None), FunctionType)
 
 
-class Causality:
-    """Raises an error for layers that see the future; equal layers are tested once."""
+def require_causal(layer: nn.Module, dim: int) -> None:
+    """Checks one layer of a model that predicts the next token.
 
-    def __init__(self) -> None:
-        self.known: dict[tuple[object, ...], nn.Module] = {}  # the layers are kept, so that no id is given away
+    Args:
+        layer: called as `y, state = layer(x, state, mask=..., reset=...)`.
+        dim: D, width of its tokens.
 
-    def check(self, layer: nn.Module, dim: int) -> None:
-        """Checks one layer of a model that predicts the next token.
-
-        Args:
-            layer: called as `y, state = layer(x, state, mask=..., reset=...)`.
-            dim: D, width of its tokens.
-
-        Raises:
-            MetaTTTError: an output depends on a later token, by the declarations of the layer's parts (`causal`) or in
-                the test. The test is skipped if parameters have no values (meta device), or if the layer cannot run
-                here (kernels of another device, a fixed length).
-        """
-        reason = declared(layer)
-        if reason is None and (kind := _kind(layer)) not in self.known:
-            self.known[kind] = layer
-            if found_out(layer, dim):
-                reason = (
-                    f"{type(layer).__name__} changes its outputs of earlier tokens when later ones change, though it "
-                    "does not declare causal = False: mask the later tokens, or choose another layer"
-                )
-        if reason is not None:
-            raise MetaTTTError(f"a model that predicts the next token must not see it: {reason}")
+    Raises:
+        MetaTTTError: an output depends on a later token, by the declarations of the layer's parts (`causal`) or in the
+            test. The test is skipped if parameters have no values (meta device), or if the layer cannot run here
+            (kernels of another device, a fixed length).
+    """
+    reason = declared(layer)
+    if reason is None and found_out(layer, dim):
+        reason = (
+            f"{type(layer).__name__} changes its outputs of earlier tokens when later ones change, though it does not "
+            "declare causal = False: mask the later tokens, or choose another layer"
+        )
+    if reason is not None:
+        raise MetaTTTError(f"a model that predicts the next token must not see it: {reason}")
 
 
 def declared(layer: nn.Module) -> str | None:
@@ -126,22 +116,3 @@ def visible(parameter: Tensor) -> Tensor:
         return parameter
     waves = torch.linspace(1, 50, parameter.numel(), dtype=parameter.dtype, device=parameter.device).sin()
     return waves.view_as(parameter) / 8
-
-
-def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """The same for layers that differ in the values of their parameters alone: their modules, with settings, functions
-    and buffers."""
-    return tuple((name, type(module), _plain(vars(module))) for name, module in layer.named_modules())
-
-
-def _plain(value: Any) -> object:
-    """An attribute as a key: of a dictionary, a list or a tuple (the padding of a convolution) what is in it, of a
-    tensor (a mask) its numbers, and an object that is not ours (a configuration) by itself."""
-    if isinstance(value, dict):
-        return tuple((key, _plain(one)) for key, one in value.items())
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
-    if type(value) is Tensor and not value.is_meta and value.layout == torch.strided:
-        return tuple(value.shape), value.detach().cpu().resolve_conj().flatten().view(torch.uint8).numpy().tobytes()
-    ours = isinstance(value, set | Tensor | nn.Module) or type(value).__module__.startswith("metattt.")
-    return value if isinstance(value, SETTINGS) else type(value) if ours else id(value)

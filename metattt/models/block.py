@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from metattt.declared import Declared
 from metattt.errors import MetaTTTError
-from metattt.inner.causality import Causality
+from metattt.inner.causality import require_causal
 from metattt.inner.packing import Packing
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import CausalConv, RMSNorm, transformed
@@ -109,14 +109,14 @@ class Backbone(Declared):
         hidden: Any = getattr(self, "ffn_dim", None)
         self.ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if hidden is None else hidden  # rounded up to a multiple of 16
         check_blocks("model.num_layers", count, 3 * dim * self.ffn_dim + dim * dim)
-        self.blocks, causality = nn.ModuleList(), Causality()
+        self.blocks = nn.ModuleList()
         for number in range(count):
             made = layers[number % len(layers)]()
             if not isinstance(made, nn.Module):
                 kind = type(made).__name__
                 raise MetaTTTError(f"the layer of block {number} is a {kind}: it must be a torch.nn.Module")
             if causal:
-                causality.check(made, dim)
+                require_causal(made, dim)
             self.blocks.append(self._block(number, made))
 
     def _block(self, number: int, layer: nn.Module) -> Block:
@@ -156,9 +156,8 @@ class Backbone(Declared):
         Raises:
             MetaTTTError: a layer that sees the future.
         """
-        causality = Causality()
         for block in self.blocks:
-            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
+            require_causal(block.layer, self.dim)  # type: ignore[arg-type]
 
     def num_parameters(self) -> int:
         """Number of parameters, shared ones counted once."""

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from metattt.checkpoints.record import RECORD, make_record
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.generation.sampling import generate
-from metattt.inner.causality import Causality, declared, found_out
+from metattt.inner.causality import declared, found_out
 from metattt.learners import Linear
 from metattt.models.language_model import LanguageModel
 from metattt.optimizers import Gates, GradientDescent
@@ -116,40 +115,6 @@ def model(layer: Callable[[], nn.Module], **options: Any) -> LanguageModel:
 def test_a_layer_that_does_not_declare_it_is_found_out(layer: Callable[[], nn.Module]) -> None:
     refusal(partial(model, layer), "does not declare causal = False")
     model(layer, causal=False)
-
-
-def test_an_attribute_that_differs_is_another_layer() -> None:
-    class Switch(Module):
-        def __init__(self, future: bool):
-            super().__init__(lambda x: x + x.mean(1, keepdim=True) if self.future else x.cumsum(1))
-            self.future = future
-
-    class Padded(nn.Module):
-        def __init__(self, padding: int):
-            super().__init__()
-            self.conv = nn.Conv1d(8, 8, 3, padding=padding)  # a tuple in it
-
-        def forward(self, x: Tensor, state: Any, mask: Any = None, reset: Any = None) -> tuple[Tensor, Any]:
-            return self.conv(x.mT).mT[:, : x.shape[1]], state
-
-    class Masked(nn.Module):
-        def __init__(self, mask: Tensor | SimpleNamespace):  # as a buffer, or in a configuration
-            super().__init__()
-            self.linear, self.config = nn.Linear(8, 8), mask
-            if isinstance(mask, Tensor):
-                del self.config
-                self.register_buffer("seen", mask)
-
-        def forward(self, x: Tensor, state: Any, mask: Any = None, reset: Any = None) -> tuple[Tensor, Any]:
-            seen = self.seen if "seen" in self._buffers else self.config.seen
-            return seen[: x.shape[1], : x.shape[1]] @ self.linear(x), state
-
-    checked, every = Causality(), torch.ones(16, 16)
-    masks, configs = (every.tril(), every), (SimpleNamespace(seen=every.tril()), SimpleNamespace(seen=every))
-    pairs = [(Switch(False), Switch(True)), (Padded(2), Padded(1))]
-    for one, other in (*pairs, *((Masked(a), Masked(b)) for a, b in (masks, configs))):
-        checked.check(one, 8)
-        refusal(partial(checked.check, other, 8))
 
 
 def test_the_check_leaves_no_trace() -> None:
