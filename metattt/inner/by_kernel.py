@@ -155,22 +155,9 @@ def decoder_of(plan: Plan, given: MiniBatches) -> Kernel | None:
     q = given.tokens.views.q
     if type(q) is not Tensor and stands_for_others(q):
         return None
-    key = _decided_by(given)
-    if key not in plan.decoders:
-        device = given.tokens.views.k.device.type
-        here = (kernel for kernel in plan.kernels if kernel.device == device)
-        plan.decoders[key] = next((kernel for kernel in here if kernel.reason_not_decoded(given) is None), None)
-    return plan.decoders[key]
-
-
-def _decided_by(given: MiniBatches) -> tuple[object, ...]:
-    """The key under which a kernel's `reason_not_decoded` is cached: types, widths, gates and the device, but not the
-    number of tokens or sequences."""
-    k, (v, q, eta) = given.tokens.views.k, (given.tokens.views.v, given.tokens.views.q, given.tokens.gates.eta)
-    types = [x.dtype for x in (k, v, q, eta, *given.weights.values(), *given.slow.values())]
-    tau = None if given.tau is None else given.tau.dtype
-    gates = [gate is None for gate in given.tokens.gates]
-    return (k.device, tau, given.matmul_dtype, given.size, k.shape[-1], v.shape[-1], *types, *gates)
+    device = q.device.type
+    here = (kernel for kernel in plan.kernels if kernel.device == device)
+    return next((kernel for kernel in here if kernel.reason_not_decoded(given) is None), None)
 
 
 def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tensors]:

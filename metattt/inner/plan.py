@@ -67,7 +67,6 @@ class Plan:
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
         checked: kinds of tokens (`Tokens.kind`) that have passed the checks.
         beside: tensors that recomputation would miss (`execution.captured`), by the kind of a call; computed once.
-        decoders: the kernel for tokens of an open mini-batch, by the kind of the tokens.
         said: messages that were logged, and are not repeated.
     """
 
@@ -88,7 +87,6 @@ class Plan:
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
     checked: set[tuple[object, ...]] = field(default_factory=set)
-    decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     beside: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
     said: set[tuple[str, ...]] = field(default_factory=set)
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for

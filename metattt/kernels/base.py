@@ -78,7 +78,7 @@ class Kernel(ABC):
         """
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
-        """As `reason_rejected`, for `advance`; by types, widths and gates alone, since the answer is kept."""
+        """As `reason_rejected`, for `advance`."""
         return "whole mini-batches only"
 
     def advance(

@@ -168,7 +168,7 @@ def some_heads(layer: TTTLayer, size: int) -> TTTLayer:
     learner = part.learner
     learner.__dict__["shapes"] = {name: (heads, *shape[1:]) for name, shape in learner.shapes.items()}
     weights = {name: (heads, *shape[1:]) for name, shape in layer.plan.weights.items()}
-    part.__dict__["_plan"] = replace(layer.plan, weights=weights, shapes={}, decoders={})
+    part.__dict__["_plan"] = replace(layer.plan, weights=weights, shapes={})
     part._plan.basis = part._basis()
     return part
 
