@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metattt.modules import expand_like, for_probes, needs_probes
 from metattt.nested import map_tensors, refill, tensors_of
+from metattt.ops.linear_rule import clip_factor
 
 W = TypeVar("W")
 
@@ -62,6 +63,5 @@ def _clipped(gradients: list[Tensor], most: float | None) -> list[Tensor]:
     if most is None:
         return gradients
     squared = torch.stack([g.square().sum(tuple(range(1, g.ndim))) for g in gradients]).sum(0)
-    # [B]; 1 exactly where nothing is clipped, or nearly
-    factor = (squared / most / most).clamp(min=1).rsqrt()  # not by c², which fp32 may be too narrow for
+    factor = clip_factor(squared, most)  # [B]
     return [g * expand_like(factor, g) for g in gradients]
