@@ -166,7 +166,7 @@ def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tens
         return between_starts(given, partial(_reference, loop, slot))
     blocks, _ = consecutive(given.tokens.q.shape[2], 0, loop.plan.block)
     rule = loop.rule.bound(token_steps=lambda: given.tau)  # the tensor that the derivatives are wanted for
-    y, memory = plainly(loop._replace(rule=rule), given.tokens, {slot: given.weights}, blocks, True, given.slow or None)
+    y, memory = plainly(loop._replace(rule=rule, slow=given.slow), given.tokens, {slot: given.weights}, blocks, True)
     assert y is not None
     return y, memory[slot]
 

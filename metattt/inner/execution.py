@@ -9,7 +9,7 @@ as much memory as `layer.group_size=0`. The layer logs this once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,18 +85,10 @@ def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
 
 
 def plainly(
-    loop: Parts,
-    tokens: Tokens,
-    memory: Memory,
-    blocks: Sequence[Block],
-    read: bool,
-    slow: Mapping[str, Tensor] | None = None,
+    loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
 ) -> tuple[Tensor | None, Memory]:
-    """`InnerLoop.mini_batches` with autocast off: `loop.matmul_dtype` is the type to which operands are rounded.
-
-    `slow` replaces the learner's slow weights, if given.
-    """
-    rule, dtype, given = loop.rule, tokens.gates.eta.dtype, loop.learner.slow if slow is None else slow
+    """`InnerLoop.mini_batches` with autocast off: `loop.matmul_dtype` is the type to which operands are rounded."""
+    rule, dtype = loop.rule, tokens.gates.eta.dtype
     if rule.has_token_steps and not torch.compiler.is_compiling():
         tau = rule.token_steps()
         rule = rule.bound(token_steps=lambda: tau)
@@ -113,7 +105,7 @@ def plainly(
             ]
             wide: list[Any] = [None if x is None else x.to(dtype) for x in views]
             tokens = Tokens(Views(*wide), tokens.gates)
-        slow = {name: value.to(dtype) for name, value in given.items()}
+        slow = {name: value.to(dtype) for name, value in (loop.slow or loop.learner.slow).items()}
         return loop._replace(rule=rule, slow=slow).mini_batches(tokens, memory, blocks, read)
 
 
