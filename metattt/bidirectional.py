@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
@@ -66,16 +67,10 @@ class Bidirectional(SequenceLayer):
     ) -> tuple[Tensor, None]:
         """See `SequenceLayer.run`."""
         y = self.layer(x, packing=packing)[0] * self.gate.tanh()
-        if packing is None:
-            return y + self.layer(x.flip(1))[0].flip(1) * self.gate_reversed.tanh(), None
-        count = x.shape[1]
-        place = torch.arange(count, device=x.device).expand(x.shape[:2])
-        valid = torch.ones_like(place, dtype=torch.bool) if packing.valid is None else packing.valid
-        turned = torch.where(valid, valid.sum(1, keepdim=True) - 1 - place, place)  # padding stays at the end
-        reset = None
-        if packing.first is not None:  # the last token of a document is the first one
-            last = torch.cat([packing.first[:, 1:], torch.zeros_like(packing.first[:, :1])], dim=1)
-            reset = last.gather(1, turned) & valid
-        index = turned.unsqueeze(-1).expand_as(x)
-        back = self.layer(x.gather(1, index), mask=packing.valid, reset=reset)[0]
-        return y + back.gather(1, index) * self.gate_reversed.tanh(), None
+        mask = reset = None
+        if packing is not None and packing.valid is not None:
+            mask = packing.valid.flip(1)
+        if packing is not None and packing.first is not None:  # the last token of a document is the first one
+            reset = F.pad(packing.first[:, 1:], (0, 1)).flip(1)
+        back = self.layer(x.flip(1), mask=mask, reset=reset)[0].flip(1)
+        return y + back * self.gate_reversed.tanh(), None
