@@ -23,7 +23,6 @@ from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
 from metattt.inner.tokens import Block, Tokens, each, most_joined, rows
-from metattt.inner.verify import tensors_in
 from metattt.memory import Memory, named
 from metattt.modules import RECORDING, TRACED, transformed
 from metattt.nested import map_tensors, tensors_of
@@ -180,10 +179,10 @@ class _Others(TorchFunctionMode):
         self.known, self.found = {id(x): x for x in known}, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        taken = tensors_in((*args, *(kwargs or {}).values()))
+        taken = tensors_of((args, kwargs))
         self.found = self.found or any(id(x) not in self.known and x.is_floating_point() for x in taken)
         result = function(*args, **(kwargs or {}))
-        self.known |= {id(x): x for x in tensors_in((result,))}
+        self.known |= {id(x): x for x in tensors_of(result)}
         return result
 
 

@@ -8,7 +8,7 @@ fails, because that may change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from metattt.component import Component
 from metattt.functional import replica
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
+from metattt.nested import tensors_of
 from metattt.tasks.base import Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -125,18 +126,9 @@ class _Touched(TorchFunctionMode):
         self.watched, self.found = watched, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        taking_part = tensors_in((*args, *(kwargs or {}).values()))
+        taking_part = tensors_of((args, kwargs))
         self.found = self.found or any(x.requires_grad or id(x) in self.watched for x in taking_part)
         return function(*args, **(kwargs or {}))
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among values, also in lists and tuples of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
 
 
 def _random(generator: torch.Generator, *shape: int) -> Tensor:
