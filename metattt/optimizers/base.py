@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metattt.component import Component
+from metattt.errors import MetaTTTError
 from metattt.memory import Memory, newest
 from metattt.ops import linear_rule
 from metattt.ops.linear_rule import Coefficients
@@ -196,10 +197,26 @@ class InnerOptimizer(Component, ABC):
         return self
 
     def check_settings(self) -> None:
-        from metattt.optimizers.checks import check_together  # which rests on this module
-
         super().check_settings()
-        check_together(self)
+        anchor, read, steps = self.anchor, self.read, self.steps
+        if steps > 1 and (read == "exclusive" or (read == "inclusive" and self.mini_batch_size > 1)):
+            raise MetaTTTError(
+                f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
+                "set optimizer.read to previous, committed, block or final, or optimizer.mini_batch_size=1"
+            )
+        if steps > 1 and anchor != "minibatch" and read != "final":
+            raise MetaTTTError(
+                f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}"
+            )
+        if self.mini_batch_size == WHOLE_CALL and read == "committed":
+            raise MetaTTTError(
+                "optimizer.mini_batch_size=null commits at the end of a call, and optimizer.read=committed shows that "
+                "to its last token alone: set optimizer.read=previous or block"
+            )
+        if self.gradient_at == "decayed" and anchor != "online":
+            raise MetaTTTError(
+                f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
+            )
 
     def bound(self, **attributes: object) -> InnerOptimizer:
         """This rule with other attributes, for some mini-batches: its token steps, computed once, or their size."""

@@ -1,4 +1,4 @@
-"""Checks of an inner optimizer: settings that exclude each other, and gates that its computation would ignore."""
+"""Checks of an inner optimizer: gates that its computation would ignore, and what its methods return."""
 
 from __future__ import annotations
 
@@ -11,36 +11,6 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.memory import at_start, fits, zeros
 from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.state import WHOLE_CALL
-
-
-def check_together(rule: InnerOptimizer) -> None:
-    """Raises an error for settings with which queries would see the future, or that no form computes.
-
-    Raises:
-        MetaTTTError: naming the settings, and what to set.
-    """
-    anchor, read, steps = rule.anchor, rule.read, rule.steps
-    if steps > 1 and not (
-        read in ("previous", "committed", "block", "final") or (rule.mini_batch_size == 1 and read == "inclusive")
-    ):
-        raise MetaTTTError(
-            f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
-            "set optimizer.read to previous, committed, block or final, or optimizer.mini_batch_size=1"
-        )
-    if steps > 1 and anchor != "minibatch" and read != "final":
-        raise MetaTTTError(
-            f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}"
-        )
-    if rule.mini_batch_size == WHOLE_CALL and read == "committed":
-        raise MetaTTTError(
-            "optimizer.mini_batch_size=null commits at the end of a call, and optimizer.read=committed shows that to "
-            "its last token alone: set optimizer.read=previous or block"
-        )
-    if rule.gradient_at == "decayed" and anchor != "online":
-        raise MetaTTTError(
-            f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
-        )
 
 
 def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
@@ -51,9 +21,8 @@ def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
         gates: what `gates` gives for a token, if it is known before the first call.
 
     Raises:
-        MetaTTTError: settings, token steps and gates that cannot go together.
+        MetaTTTError: token steps and gates that cannot go together.
     """
-    rule.check_settings()
     if type(rule).current is not InnerOptimizer.current and type(rule).coefficients is InnerOptimizer.coefficients:
         raise MetaTTTError(
             f"{type(rule).__name__} has its own current, and not the coefficients of the same W_t, by which most forms "
