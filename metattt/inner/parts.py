@@ -29,8 +29,8 @@ class Parts(NamedTuple):
         group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores
             everything (a kernel takes a size of its own then).
         matmul_dtype: type to which matmul operands are rounded: that of the views.
-        slow: outer-loop weights `[H, *shape]` in the place of the learner's own; while mini-batches are run, in the type
-            of the fast ones.
+        slow: outer-loop weights `[H, *shape]` in the place of the learner's own; in the type of the fast ones while
+            mini-batches are run.
     """
 
     task: Task
