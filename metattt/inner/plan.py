@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -99,10 +99,7 @@ class Plan:
         return "fused" if self.kernels else asked or "scan"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Plan, ("",)  # not written to disk: a layer that was makes its plan again
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Plan:
-        return replace(self)  # with the same kernels, and what has been found out of the same parts
+        return Plan, ("",)  # not written to disk or copied: such a layer makes its plan again
 
     def say_stored(self, beside: list[str]) -> None:
         """Warns once that mini-batches are stored because of tensors that recomputation would miss."""
