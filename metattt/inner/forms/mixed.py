@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.inner.forms.dual import NO_SCALES, PerTokenGradients, finish, record, scaled
+from metattt.inner.forms.dual import PerTokenGradients, finish, record, scaled
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import WeightUse
@@ -28,7 +28,7 @@ def chunk(
     anchor = loop.anchor(tokens, memory, phase)
     uses, each = record(loop, anchor, tokens, by_token=True)
     columns = [torch.stack(column) for column in zip(*each, strict=True)]
-    gradients = MixedGradients(uses, columns, loop.matmul_dtype, loop.learner.step_scales)
+    gradients = MixedGradients(uses, columns, loop.learner.step_scales)
     return finish(loop, tokens, memory, phase, read, anchor, gradients)
 
 
@@ -43,22 +43,16 @@ class Cotangents(NamedTuple):
 
 class MixedGradients(PerTokenGradients):
     """`G_s` of every fast weight from the cotangents of each loss; it has the interface of `PerTokenGradients`.
+    They are contracted in the weights' own type.
 
     Args:
         uses: uses of the weights, in order.
         deltas: `[s, B, H, n, ..., d]` for each use: the gradient of every loss by its output.
-        matmul_dtype: unused here: the cotangents are contracted in the weights' own type.
         scales: as in `PerTokenGradients`.
     """
 
-    def __init__(
-        self,
-        uses: Sequence[WeightUse],
-        deltas: Sequence[Tensor],
-        matmul_dtype: torch.dtype,
-        scales: Mapping[str, float] = NO_SCALES,
-    ):
-        super().__init__([], [], matmul_dtype)
+    def __init__(self, uses: Sequence[WeightUse], deltas: Sequence[Tensor], scales: Mapping[str, float]):
+        self.paired = set()
         self.uses: dict[str, list[Cotangents]] = {}
         self.vectors: dict[str, list[Tensor]] = {}
         for use, delta in zip(uses, deltas, strict=True):
