@@ -41,12 +41,24 @@ def advance(
     y = k.new_empty_strided(k.shape, (count * heads * width, width, heads * width, 1))
     views = [rows(k), rows(v), rows(q), eta, y]
     norm, state = (given.slow["norm_scale"], given.slow["norm_bias"]), (start, committed, before, updated)
-    run_tokens(function, (batch, heads, count, given.size), phase, views, given.tau, norm, state)
+    _call(function, (batch, heads, count, given.size), phase, views, given.tau, norm, state)
     after = weights if committed is None else dict(zip(names, committed, strict=True))
     return y, after, None if completes or updated is None else dict(zip(names, updated, strict=True))
 
 
-def run_tokens(
+def one_token(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
+    scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
+) -> Tensor:  # fmt: skip
+    """`function` of a library, for one token of each sequence and its own place; see `Operation.one_token`."""
+    batch, heads, width = q.shape
+    y = q.new_empty(batch, heads, width)
+    views, state = [rows(k), rows(v), rows(q), eta, y], (weights, weights, update, update)
+    _call(function, (batch, heads, 1, size), phase, views, tau, (scale, shift), state)
+    return y
+
+
+def _call(
     function: Any, sizes: tuple[int, int, int, int], phase: int | Tensor, views: Sequence[Tensor], tau: Tensor | None,
     norm: Sequence[Tensor], state: Sequence[Sequence[Tensor] | None],
 ) -> None:  # fmt: skip

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.cpu.native_advance import advance, run_tokens
-from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, flat, rows, wide
+from metattt.kernels.cpu.native_advance import advance, one_token
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, flat, wide
 from metattt.native.library import load
 from metattt.native.threads import run
 from metattt.state import Tensors
@@ -87,11 +87,7 @@ class NativeForm(Operation):
     ) -> Tensor:  # fmt: skip
         sizes = Sizes(size, q.shape[-1], weights[0].shape[-1], len(weights))
         function = self.library(self.source_of_tokens, sizes).advance
-        batch, heads, width = q.shape
-        y = q.new_empty(batch, heads, width)
-        views, state = [rows(k), rows(v), rows(q), eta, y], (weights, weights, update, update)
-        run_tokens(function, (batch, heads, 1, size), phase, views, tau, (scale, shift), state)
-        return y
+        return one_token(function, q, k, v, eta, weights, update, scale, shift, tau, phase, size)
 
     def forward(self, call: Pass) -> Results:
         self.check(call.given, native=True)
