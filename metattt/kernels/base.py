@@ -15,14 +15,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
 
+import torch
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.optimizers.checks import linear_rule as linear_rule  # for kernels of one's own
 from metattt.state import Tensors
 from metattt.tasks.base import Task, squared_error
+
+CPU = torch.device("cpu")
 
 
 class Kernel(ABC):
@@ -38,7 +42,6 @@ class Kernel(ABC):
     #: how `scan` takes packed documents: `apart`, a call for the tokens between their starts; `inside`, by `begins` and
     #: `origin`; `row`, all of them in one row of tokens
     documents = "apart"
-    weights: tuple[str, ...]  #: of f in `x + LN(f(x))`, in order: `w1, b1` or `w1, b1, w2, b2`; or without b
     traceable = False  #: whether `torch.compile` sees an operator of `torch.library` with a derivative in it
 
     @abstractmethod
@@ -101,6 +104,60 @@ class Kernel(ABC):
             the mini-batch the weights are the new ones and the update is None (zero, where sequences differ).
         """
         raise NotImplementedError(self.name)
+
+    weights: tuple[str, ...]  #: of f in `x + LN(f(x))`, in order: `w1, b1` or `w1, b1, w2, b2`; or without b
+
+    def check(
+        self, given: MiniBatches, update: Tensors | None = None, phase: int | Tensor | None = None, native: bool = False
+    ) -> None:
+        """Refuses tensors of other shapes than k implies: code that gets addresses would read past their ends.
+
+        Args:
+            update, phase: see `advance`; without a phase the tokens are whole mini-batches.
+            native: all tensors must be fp32, and on the CPU.
+
+        Raises:
+            MetaTTTError: shapes, types or devices that do not fit each other.
+        """
+        tokens, weights, tau = given.tokens, given.weights, given.tau
+        if tuple(weights) != self.weights and tuple(weights) != self.weights[::2]:
+            raise MetaTTTError(f"{self.name} was given the weights {list(weights)}: it takes {list(self.weights)}")
+        shape = tokens.views.k.shape if tokens.views.k.ndim == 4 else (1, 1, 1, 16)
+        batch, heads, count, width = shape
+        hidden = weights["w1"].shape[-1] if "w2" in weights else width
+        learner = ((width, hidden), (hidden,), (hidden, width), (width,))
+        wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+            ("k", tokens.views.k, shape),
+            ("v", tokens.views.v, shape),
+            ("q", tokens.views.q, shape),
+            ("eta", tokens.gates.eta, (batch, heads, count)),
+            ("tau", tau, (1 if tau is not None and tau.shape[0] == 1 else heads, given.size)),
+        ]
+        for name, affine in given.slow.items():
+            wanted.append((name, affine, (heads, width)))
+        for name, own in zip(self.weights, learner, strict=False):
+            if name in weights:
+                wanted.append((name, weights[name], (batch, heads, *own)))
+                wanted.append((f"origin {name}", given.origin.get(name), (1, heads, *own)))
+                if update is not None:
+                    wanted.append((f"update {name}", update[name], (batch, heads, *own)))
+        device = CPU if native else tokens.views.k.device
+        for name, x, expected in wanted:
+            if x is None:
+                continue
+            known = not native or x.dtype == torch.float32 or name.startswith("update")  # an update is converted
+            if x.shape != expected or x.device != device or not known:
+                raise MetaTTTError(
+                    f"{self.name} was given {name} {list(x.shape)} of {x.dtype} on {x.device}: it takes "
+                    f"{list(expected)}{' of torch.float32' if native else ''} on {device}"
+                )
+        if isinstance(phase, Tensor):
+            inside = phase.shape == (batch,) and not phase.is_floating_point() and count == 1 and phase.device == device
+            inside = inside and (phase.dtype == torch.int64 or not native)  # which C++ reads, and looks at the values
+        else:
+            inside = count % given.size == 0 if phase is None else 0 <= phase <= given.size - count
+        if not inside:
+            raise MetaTTTError(f"{self.name} was given {count} tokens from place {phase} of {given.size} on")
 
 
 KERNELS: dict[str, Kernel] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +92,9 @@ class Operation(Kernel):
         count = given.tokens.views.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
-    def scan(self, given: MiniBatches, reference: Scan, documents: Tensor | None = None) -> tuple[Tensor, Tensors]:
+    def scan(
+        self, given: MiniBatches, reference: Scan, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
         if type(self).device == "cpu" and given.matmul_dtype.itemsize == 2:
             given = wide(given)
         call, k = self.passed(given, documents=documents), given.tokens.views.k
@@ -121,56 +124,6 @@ class Operation(Kernel):
             Predictions `[B, H, d]`, contiguous, in the type of q.
         """
         raise NotImplementedError(self.name)
-
-    def check(
-        self, given: MiniBatches, update: Tensors | None = None, phase: int | Tensor | None = None, native: bool = False
-    ) -> None:
-        """Refuses tensors of other shapes than k implies: code that gets addresses would read past their ends.
-
-        Args:
-            update, phase: see `advance`; without a phase the tokens are whole mini-batches.
-            native: all tensors must be fp32, and on the CPU.
-
-        Raises:
-            MetaTTTError: shapes, types or devices that do not fit each other.
-        """
-        views, weights, tau = given.tokens.views, given.weights, given.tau
-        if tuple(weights) not in (self.weights, self.weights[::2]):
-            raise MetaTTTError(f"{self.name} was given the weights {list(weights)}: it takes {list(self.weights)}")
-        shape = views.k.shape if views.k.ndim == 4 else (1, 1, 1, 16)
-        batch, heads, count, width = shape
-        hidden = weights["w1"].shape[-1] if "w2" in weights else width
-        learner = ((width, hidden), (hidden,), (hidden, width), (width,))
-        wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-            ("k", views.k, shape),
-            ("v", views.v, shape),
-            ("q", views.q, shape),
-            ("eta", given.tokens.gates.eta, (batch, heads, count)),
-            ("tau", tau, (1 if tau is not None and tau.shape[0] == 1 else heads, given.size)),
-        ]
-        for name, affine in given.slow.items():
-            wanted.append((name, affine, (heads, width)))
-        for name, own in zip(self.weights, learner, strict=False):
-            if name in weights:
-                wanted.append((name, weights[name], (batch, heads, *own)))
-                wanted.append((f"origin {name}", given.origin.get(name), (1, heads, *own)))
-                if update is not None:
-                    wanted.append((f"update {name}", update[name], (batch, heads, *own)))
-        device = torch.device("cpu") if native else views.k.device
-        for name, x, expected in wanted:
-            known = x is None or not native or x.dtype == torch.float32 or name.startswith("update")  # it is converted
-            if x is not None and not (known and x.shape == expected and x.device == device):
-                raise MetaTTTError(
-                    f"{self.name} was given {name} {list(x.shape)} of {x.dtype} on {x.device}: it takes "
-                    f"{list(expected)}{' of torch.float32' if native else ''} on {device}"
-                )
-        if isinstance(phase, Tensor):
-            inside = phase.shape == (batch,) and not phase.is_floating_point() and count == 1 and phase.device == device
-            inside = inside and (phase.dtype == torch.int64 or not native)  # which C++ reads, and looks at the values
-        else:
-            inside = count % given.size == 0 if phase is None else 0 <= phase <= given.size - count
-        if not inside:
-            raise MetaTTTError(f"{self.name} was given {count} tokens from place {phase} of {given.size} on")
 
     def passed(self, given: MiniBatches, final: bool = True, documents: Tensor | None = None) -> Pass:
         """A call: whether a backward pass will follow is known from grad mode and the tensors, the group from sizes."""
@@ -266,6 +219,14 @@ def wide(given: MiniBatches) -> MiniBatches:
     return filled(shell(given), tensors)._replace(matmul_dtype=torch.float32)
 
 
+def reason_not_widened(given: MiniBatches) -> str | None:
+    """Why `wide` does not make it fp32, or None."""
+    types = {given.matmul_dtype, *map(attrgetter("dtype"), flat(given))}
+    if types <= {torch.float32, given.matmul_dtype} and given.matmul_dtype != torch.float64:
+        return None
+    return f"numbers of {', '.join(sorted(map(str, types)))}: it takes fp32, and views of 16 bits"
+
+
 def empty_like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for `x` `[B, H, T, d]` in which the heads of a token lie side by side, as the layer goes on to use
     them."""
@@ -296,6 +257,7 @@ def state_size(weights: Sequence[Tensor]) -> int:
 
 ANY_STRIDES = (torch.Tag.flexible_layout,)
 """Without it Inductor asks for the strides of its first example, and compiles every length anew."""
+
 
 LIBRARY = torch.library.Library("metattt", "FRAGMENT")  # (what `custom_op` makes costs a token three times as much)
 BEHIND: dict[object, Callable[..., Any]] = {}

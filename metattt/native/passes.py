@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from metattt.native.library import load
-from metattt.native.threads import run
+from metattt.native.threads import divide
 from metattt.torch_private import dispatch_modes, for_torch, function_modes, interpreter_stack
 
 SOURCE = Path(__file__).with_name("passes.cpp")
@@ -52,8 +52,18 @@ def ready(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _run(name: str, sizes: Sequence[int], tensors: Sequence[Tensor | None], units: int, size: int) -> None:
-    """Calls a function of the library, with the fields of its struct, for all units of its work on so many numbers."""
-    run(getattr(library(), name), sizes, tensors, (), units, size // SMALLEST_SHARE)
+    """Calls a function of the library for all units of its work on so many numbers; ctypes gives up the lock of the
+    interpreter. `sizes` and `tensors` are what the fields of its struct are made of, in order: 8-byte numbers,
+    views."""
+    numbers, function = list(sizes), getattr(library(), name)
+    for x in tensors:
+        numbers += (0, 0, 0, 0) if x is None else (x.data_ptr(), *(*x.stride(), 0, 0, 0)[:3])
+    packed = struct.pack(f"={len(numbers)}q", *numbers)
+    threads = min(torch.get_num_threads(), units, size // SMALLEST_SHARE)
+    if threads > 1:
+        divide(lambda first, last: function(packed, ctypes.c_int64(first), ctypes.c_int64(last)), units, threads)
+    else:
+        function(packed, ctypes.c_int64(0), ctypes.c_int64(units))
 
 
 def _by_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:

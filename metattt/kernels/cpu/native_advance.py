@@ -6,7 +6,9 @@ is done here.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +18,13 @@ from torch.autograd.graph import increment_version
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.operator import dense, rows
-from metattt.native.threads import run
+from metattt.native.threads import divide
 from metattt.state import Tensors
 
 MOST_WEIGHTS = 4  #: most weights of a learner
 SMALLEST_SHARE = 2**20  #: numbers of the state that are worth a thread
+
+_pack = struct.Struct(f"={5 + 5 * 4 + 4 + 4 * MOST_WEIGHTS}q").pack  # `struct Advance`
 
 
 def advance(
@@ -72,14 +76,21 @@ def _call(
     """
     batch, heads, count, size = sizes
     phases = None if isinstance(phase, int) else dense(phase)
-    place = (phase, 0) if phases is None else (0, phases.data_ptr())
-    arrays: list[Tensor | int | None] = [tau, 0 if tau is None or tau.shape[0] == 1 else size, *norm]
+    scale, shift, steps = dense(norm[0]), dense(norm[1]), None if tau is None else dense(tau)
+    numbers = [heads, count, size, *((phase, 0) if phases is None else (0, phases.data_ptr()))]
+    for x in views:  # without an axis for tokens, the stride that stands in its place is multiplied by 0
+        numbers += x.data_ptr(), *(*x.stride(), 0, 0)[:3]
+    numbers += 0 if steps is None else steps.data_ptr(), 0 if steps is None or steps.shape[0] == 1 else size
+    numbers += scale.data_ptr(), shift.data_ptr()
     for tensors in state:
-        arrays += [*(tensors or ()), *[None] * (MOST_WEIGHTS - len(tensors or ()))]
-    shares = count * sum([x.numel() for x in state[0] or ()]) // SMALLEST_SHARE
-    # without an axis for tokens, the stride that stands in its place is multiplied by 0
-    failed = run(function, (heads, count, size, *place), views, arrays, batch * heads, shares)
+        pointers = [] if tensors is None else [x.data_ptr() for x in tensors]
+        numbers += pointers + [0] * (MOST_WEIGHTS - len(pointers))
+    passed, learners, threads = _pack(*numbers), batch * heads, torch.get_num_threads()
+    if threads > 1:
+        held = sum([x.numel() for x in state[0] or ()])
+        threads = max(1, min(threads, learners, count * held // SMALLEST_SHARE))
+    failed = [function(passed, 0, learners)] if threads == 1 else divide(partial(function, passed), learners, threads)
     for written in state[1::2]:  # autograd then refuses the backward pass of a call that has read a donated state
         increment_version(written or ())
-    if failed:
+    if any(failed):
         raise MetaTTTError(f"tokens were given from place {phase if phases is None else phases.tolist()} of {size} on")

@@ -8,9 +8,9 @@ the start of each group.
 from __future__ import annotations
 
 import ctypes
+import struct
 from abc import abstractmethod
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native_advance import advance, one_token
-from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, flat, wide
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, reason_not_widened, wide
 from metattt.native.library import load
-from metattt.native.threads import run
+from metattt.native.threads import divide
 from metattt.state import Tensors
 
 
@@ -129,6 +129,8 @@ class NativeForm(Operation):
                 if source is self.source_of_tokens:  # which takes mini-batches of any size
                     del found["TOKENS"]
                 found = load(source, found) or "no library of a compiler (see warning)"
+            if not isinstance(found, str) and source is self.source_of_tokens:
+                found.advance.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
             _libraries[key] = found
         return _libraries[key]
 
@@ -149,14 +151,6 @@ def sizes_of(given: MiniBatches) -> Sizes:
     return Sizes(given.size, given.tokens.views.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights))
 
 
-def reason_not_widened(given: MiniBatches) -> str | None:
-    """Why `wide` does not make it fp32, or None."""
-    types = {given.matmul_dtype, *map(attrgetter("dtype"), flat(given))}
-    if types <= {torch.float32, given.matmul_dtype} and given.matmul_dtype != torch.float64:
-        return None
-    return f"numbers of {', '.join(sorted(map(str, types)))}: it takes fp32, and views of 16 bits"
-
-
 def _own(x: Tensor, donated: bool) -> Tensor:
     """`x` in memory that may be written over."""
     return x.contiguous() if donated else x.clone(memory_format=torch.contiguous_format)
@@ -172,6 +166,42 @@ def use_large_pages(library: ctypes.CDLL, *made: Tensor | None) -> None:
     for x in made:
         if x is not None:
             library.use_large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes))
+
+
+def run(
+    function: Any,
+    sizes: Sequence[int],
+    views: Sequence[Tensor | None],
+    arrays: Sequence[Tensor | int | None],
+    learners: int,
+    shares: int,
+) -> bool:
+    """Calls a function of a library for all learners, and says whether it has failed for any. (ctypes gives up the lock
+    of the interpreter.)
+
+    Args:
+        sizes, views, arrays: what the fields of the function's struct are made of, in order, 8 bytes each: numbers;
+            tensors `[B, H, T]` or `[B, H, T, d]` of any strides; dense tensors, and numbers. None: a null pointer.
+        shares: how many threads are worth it, at most; torch may allow fewer.
+    """
+    numbers, held = list(sizes), list[Tensor]()  # copies are held on to until the call ends
+    for x in views:
+        if x is None:
+            numbers += 0, 0, 0, 0
+        else:
+            held.append(x if x.ndim == 3 or x.stride(3) == 1 else x.contiguous())
+            numbers += held[-1].data_ptr(), *held[-1].stride()[:3]
+    for array in arrays:
+        if isinstance(array, Tensor):
+            held.append(array.contiguous())
+        numbers.append(held[-1].data_ptr() if isinstance(array, Tensor) else array or 0)
+    packed, threads = struct.pack(f"={len(numbers)}q", *numbers), max(1, min(torch.get_num_threads(), learners, shares))
+
+    def some(first: int, last: int) -> int:
+        found: int = function(packed, ctypes.c_int64(first), ctypes.c_int64(last))
+        return found
+
+    return any([some(0, learners)] if threads == 1 else divide(some, learners, threads))
 
 
 def _run(

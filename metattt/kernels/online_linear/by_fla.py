@@ -74,7 +74,9 @@ class FlaOnlineLinear(OnlineLinear):
         p, b = views.erase_key is not None, views.erase_direction is not None
         return Rule(self.erases, decay, p, b, given.decayed)
 
-    def scan(self, given: MiniBatches, reference: Scan, documents: Tensor | None = None) -> tuple[Tensor, Tensors]:
+    def scan(
+        self, given: MiniBatches, reference: Scan, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
         rule, empty = self.rule(given), shell(given)
         ((name, _),) = given.weights.items()
 

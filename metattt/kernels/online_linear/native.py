@@ -17,11 +17,10 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.cpu.native_scan import reason_not_widened, use_large_pages
+from metattt.kernels.cpu.native_scan import run, use_large_pages
 from metattt.kernels.online_linear.rule import OnlineDot, OnlineLinear, Pairs, pairs_of
-from metattt.kernels.operator import BEHIND, LIBRARY, Operation, Pass, Results, empty_like_tokens
+from metattt.kernels.operator import BEHIND, LIBRARY, Operation, Pass, Results, empty_like_tokens, reason_not_widened
 from metattt.native.library import load
-from metattt.native.threads import run
 
 SOURCE = Path(__file__).with_name("native.cpp")
 SMALLEST_SHARE = 512  # pairs that are worth a thread
