@@ -57,12 +57,9 @@ class InnerLoop(Parts):
             state: before the call; its `weights` are empty at the start of a sequence.
             call: positions, padding and documents of the call.
         """
-        ctx, rule = call.ctx, self.rule
-        known = tokens.kind in self.plan.checked and (rule.has_token_steps or rule.token_steps() is None)
-        alike = ctx.valid is None and ctx.first is None and state.phase is not None
-        if not (known and alike) or torch.compiler.is_compiling():
-            check_call(self, tokens, state, ctx)
-        count, whole_call = tokens.views.q.shape[2], rule.mini_batch_size == WHOLE_CALL
+        if not self.is_checked(tokens, state, call.ctx):
+            check_call(self, tokens, state, call.ctx)
+        count, whole_call = tokens.views.q.shape[2], self.rule.mini_batch_size == WHOLE_CALL
         loop = self.for_a_call(count) if whole_call else self
         plan, size, memory, donated = loop.plan, loop.rule.mini_batch_size, state.weights, call.donate_state
         if not memory:
@@ -73,14 +70,14 @@ class InnerLoop(Parts):
             if found is not None:
                 return found[0], State(call.after, 0, found[1], state.task, state.optimizer, {})
         if plan.replays:
-            tokens, layout = begun_again(plan, tokens, state, ctx, size)
+            tokens, layout = begun_again(plan, tokens, state, call.ctx, size)
         else:
             make = make_layout if call.packing is None else call.packing.layout
-            layout = make(ctx, state, plan.period, plan.block, bool(plan.kernels))
+            layout = make(call.ctx, state, plan.period, plan.block, bool(plan.kernels))
         if whole_call:
             blocks = [block._replace(commit=block.filled > 0) for block in layout.blocks]
             layout = layout._replace(blocks=blocks, phase=0)  # what padding or a document's end cuts short counts, too
-        elif rule.read == "block":
+        elif self.rule.read == "block":
             say_cut(self, state.phase, layout, count)
         if layout.column is not None:
             tokens = tokens.map(layout.scatter)
