@@ -60,23 +60,10 @@ class SequenceLayer(Declared, ABC):
             MetaTTTError: shapes, types or flags that do not fit, a state of another layer or batch size, or NaN in `x`
                 (checked on CPU, if `refuse_nan`).
         """
+        if not torch.is_tensor(x) or x.ndim != 3 or x.size(2) != self.dim or not (x.size(1) and x.is_floating_point()):
+            raise _wrong_tokens(x, self.dim)
         if torch.jit.is_tracing():  # a kernel's results would be constants of the program
             raise MetaTTTError("torch.jit.trace cannot follow a layer: use torch.export")
-        sorted_already = packing is not None
-        x, state, packing = self._entering(x, state, mask, reset, packing)
-        y, state = self.run(x, state, packing, donate_state)
-        if packing is not None:
-            y = packing.clear(y) if sorted_already else packing.restore(packing.clear(y))
-        return y, state
-
-    def _entering(
-        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None = None, packing: Packing | None = None
-    ) -> tuple[Tensor, Any, Packing | None]:
-        """The tokens with padding last, the state before them, and their packing; all are checked."""
-        if not torch.is_tensor(x) or x.ndim != 3 or x.size(2) != self.dim or not (x.size(1) and x.is_floating_point()):
-            found = f"{x.dtype} of shape {list(x.shape)}" if torch.is_tensor(x) else f"a {type(x).__name__}"
-            expected = f"[B, T, {self.dim}] of floating-point numbers, with at least one token"
-            raise MetaTTTError(f"x is {found}, expected {expected}")
         sorted_already = packing is not None
         if mask is not None or reset is not None:
             check_flags(x, mask, reset)
@@ -89,7 +76,10 @@ class SequenceLayer(Declared, ABC):
             state = self.start(x, packing)
         else:
             self.check_state(x, state)
-        return x, state, packing
+        y, state = self.run(x, state, packing, donate_state)
+        if packing is not None:
+            y = packing.clear(y) if sorted_already else packing.restore(packing.clear(y))
+        return y, state
 
     def learn(self, x: Tensor, state: Any = None, *, mask: Tensor | None = None, reset: Tensor | None = None) -> Any:
         """The state after tokens that are learned without reading; arguments and errors as of a call."""
@@ -113,8 +103,17 @@ class SequenceLayer(Declared, ABC):
         Raises:
             MetaTTTError: as of a call; or the layer cannot read without learning.
         """
-        x, state, packing = self._entering(x, state, mask)
-        y = self.answer(x, state, packing)
+        if not torch.is_tensor(x) or x.ndim != 3 or x.size(2) != self.dim or not (x.size(1) and x.is_floating_point()):
+            raise _wrong_tokens(x, self.dim)
+        check_flags(x, mask, None)
+        packing = pack(mask, None, x.device)
+        if packing is not None:
+            x = packing.sort(x)
+        if self.refuse_nan:
+            check_finite(x)
+        if state is not None:
+            self.check_state(x, state)
+        y = self.answer(x, self.start(x, packing) if state is None else state, packing)
         return y if packing is None else packing.restore(packing.clear(y))
 
     def answer(self, x: Tensor, state: Any, packing: Packing | None = None) -> Tensor:
@@ -185,6 +184,11 @@ class SequenceLayer(Declared, ABC):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
+
+
+def _wrong_tokens(x: object, dim: int) -> MetaTTTError:
+    found = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    return MetaTTTError(f"x is {found}, expected [B, T, {dim}] of floating-point numbers, with at least one token")
 
 
 def check_finite(x: Tensor) -> None:
