@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from metattt.checkpoints.record import RECORD, as_override, modules, own_modules, to_names
-from metattt.checkpoints.rolling import path_of
+from metattt.checkpoints.rolling import path_of, steps
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.messages import first_line
 from metattt.data.sources import is_local
@@ -172,9 +172,10 @@ def _run(begin: Start, console: Console) -> int:
             raise
         if trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signal.SIGKILL)  # a stopped process would hang
+        again = shlex.quote(f"resume={folder}")
+        known = f"to resume: metattt train {again}" if steps(folder) else "nothing is saved yet"
         raise MetaTTTError(
-            f"another process of the run has died or hangs ({first_line(error):.200}). To resume: metattt train "
-            f"{shlex.quote(f'resume={folder}')}"
+            f"another process of the run has died or hangs ({first_line(error):.200}); {known}"
         ) from error
     finally:
         for logger in trainer.loggers:
