@@ -24,8 +24,8 @@ class Convolution(Learner):
     units, zeros before the mini-batch.
 
     Args:
-        over: `features`, or `tokens`: the learner then mixes the tokens of a mini-batch, and needs a read of earlier
-            commits.
+        over: `features`, or `tokens`: the learner then mixes the tokens of a mini-batch, and a read of earlier commits
+            is cheapest (`optimizer.read=previous`).
         width: taps (features or tokens).
         channels: channels per feature between the two layers.
         activation: as in `MLP`.
