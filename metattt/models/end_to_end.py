@@ -106,7 +106,7 @@ class EndToEnd(LanguageModel, takes=TAKEN):
         vocab_size, dim, num_layers, ffn_dim, norm_eps, tie_embeddings, checkpoint_blocks: as for
             `LanguageModel`; `checkpoint_blocks` is for the blocks without fast weights.
         layer: makes the attention of one block; the last blocks need a window (`layer=window_attention`).
-        suffix: how many of the last blocks have fast weights. None: a quarter, rounded to the next number.
+        suffix: how many of the last blocks have fast weights. None: a quarter, rounded up.
         mini_batch_size: b (tokens).
         inner_lr: η.
         inner_clip: largest norm of a sequence's gradient over all fast weights; None: any.
