@@ -15,7 +15,7 @@ from metattt.composition.choices import choices
 PAGE = Path(__file__).resolve().parents[1] / "layers.md"
 DIM, HEADS = 64, 4
 BEGIN = f"State of `dim={DIM} num_heads={HEADS}`.\n"
-COLUMNS = ("layer", "what it is", "paper", "task", "learner", "optimizer", "causal", "state", "cost of a token")
+COLUMNS = ("layer", "what it is", "task", "learner", "optimizer", "state", "cost of a token")
 
 
 def page(before: str) -> str:
@@ -28,8 +28,9 @@ def page(before: str) -> str:
             source, one = known[name], layers[name]
             paper = f"[{text(source.paper)}](https://arxiv.org/abs/{source.arxiv})" if source.arxiv else source.paper
             parts = (f"{code(part)} {code(settings)}".strip() for part, settings in one.parts.values())
-            measured = ("yes" if one.causal else "no", one.state, one.cost)
-            lines.append(row((code(name), text(summaries[name]), paper, *parts, *measured)))
+            summary = summaries[name]
+            assert one.causal != summary.endswith("Not causal"), f"{name}: {summary}"
+            lines.append(row((code(name), f"{text(summary)}. {paper}", *parts, one.state, one.cost)))
     return "\n".join(lines) + "\n"
 
 
