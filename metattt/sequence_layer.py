@@ -45,7 +45,8 @@ class SequenceLayer(Declared, ABC):
 
         Args:
             x: `[B, T, D]`.
-            state: what the previous call returned; None at the start. Calls may cut a sequence anywhere.
+            state: what the previous call returned; None at the start. Calls may cut a sequence anywhere, except where
+                `optimizer.mini_batch_size=null` or a read `block` or `final` makes the call part of the rule.
             mask: `[B, T]` bool, True for real tokens. Padding may be anywhere and changes nothing; its outputs are 0.
             reset: `[B, T]` bool, True at the first token of a packed document: the state starts again.
             packing: the layout for `mask` and `reset`, computed once for many layers; then `x` and the output are in
