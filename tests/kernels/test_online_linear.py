@@ -104,24 +104,29 @@ def test_threads() -> None:
     check(inputs("head", "", 1, (16, 16), 700), True, True)
 
 
-ONLINE = [i for i, (learner, *_) in enumerate(drawing.STRATA) if learner == "linear_map"]
+FORMS = {("delta_gradient", "rwkv7"), ("delta_gradient", "pairs"), ("momentum", None), ("state_gated", None)}  # of none it covers one
+ONLINE = [i for i, (learner, *parts) in enumerate(drawing.STRATA) if learner == "linear_map" and tuple(parts) not in FORMS]
 
 
 @pytest.mark.parametrize("seed", ONLINE)
 def test_drawn_compositions(seed: int) -> None:
-    """In float32, by the kernel where it covers them, against themselves in float64, by the forms."""
+    """In float32, by the kernel, against themselves in float64, by the forms: the first one of a seed that it covers."""
     for drawn in drawing.drawn(seed):
         if drawn.parts["task"][1].get("corruption", "none") != "none":  # draws other numbers in another type
             continue
         try:
             layer, calls = drawn.build(0.3)
+            if not layer.plan.kernels:
+                continue
             outputs = drawing.run(layer, calls)
         except MetaTTTError:
             continue
         calls = [call._replace(x=call.x.float()) for call in calls]
         found = drawing.run(layer.float(), calls)
-        assert all(distance(y.double(), expected) < 1e-3 for y, expected in zip(found, outputs, strict=True)), drawn
-        return
+        if any(form == "fused" for form, *_ in layer.plan.said):
+            assert all(distance(y.double(), expected) < BOUND for y, expected in zip(found, outputs, strict=True)), drawn
+            return
+    pytest.fail("the kernel covers none")
 
 
 LAYERS = ["delta_net", "gated_delta_net", "comba", "kda", "gla", "rwkv7", "gated_delta_product", "hgrn2"]
