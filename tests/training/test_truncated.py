@@ -150,7 +150,7 @@ def test_runs(corpus: Path, tmp_path: Path) -> None:
     accumulated = trained(corpus, tmp_path / "half", "training.chunk=4", "training.truncate=2", *half)
     assert accumulated == pytest.approx(truncated, rel=1e-5)
     again = ("training.chunk=4", "training.truncate=2", "trainer.precision=bf16-mixed")
-    assert trained(corpus, tmp_path / "bf16", *again) == pytest.approx(truncated, rel=2e-2)
+    assert trained(corpus, tmp_path / "bf16", *again) == pytest.approx(truncated, rel=1e-3)  # without any step 2e-2
 
 
 def test_two_processes(corpus: Path, tmp_path: Path) -> None:
