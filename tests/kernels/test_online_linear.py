@@ -18,7 +18,7 @@ from metattt.learners.linear import Linear
 from metattt.native.library import load
 from metattt.optimizers import Gates, GradientDescent, Momentum
 from metattt.state import Tensors
-from metattt.tasks import Reconstruction, Views
+from metattt.tasks import Reconstruction, Views, WindowViews
 from metattt.testing.specimen import compare, distance, run
 
 pytestmark = pytest.mark.skipif(load(SOURCE, {}) is None, reason="no compiler")
@@ -155,14 +155,15 @@ RULES = {
     "clipping": (False, lambda: GradientDescent(anchor="online", max_norm=1.0)),
     "momentum": (False, lambda: Momentum(1, "online")),
     "decay to W0": (False, lambda: Momentum(1, "online", momentum="none", decay="per_head", decay_to_init=True)),
+    "pairs at the same weights": (False, lambda: GradientDescent(anchor="online"), lambda: WindowViews(window=3)),
 }
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_which_rules_it_computes(name: str) -> None:
     """All others, and all of float64, are left to the forms."""
-    covered, rule = RULES[name]
-    layer = TTTLayer(16, 1, Reconstruction(), Linear(bias=False, residual=False, norm=False), rule())
+    covered, rule, *task = RULES[name]
+    layer = TTTLayer(16, 1, (*task, Reconstruction)[0](), Linear(bias=False, residual=False, norm=False), rule())
     assert bool(layer.plan.kernels) == covered, layer.plan.reasons
     assert layer(torch.zeros(1, 3, 16))[0].dtype == torch.float32
     assert layer.double()(torch.zeros(1, 3, 16).double())[0].dtype == torch.float64
