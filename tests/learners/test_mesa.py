@@ -199,5 +199,5 @@ def test_what_has_no_factor(words: str, advice: str) -> None:
         layer(1e3 * x)
     expected, layer.refuse_nan = layer(1e-6 * x[:, :4])[0], False
     y, _ = layer(torch.where(torch.arange(3).view(3, 1, 1) == 1, torch.nan, 1e-6 * x[:, :4]))
-    torch.testing.assert_close(y[::2], expected[::2])
+    torch.testing.assert_close(y[::2], expected[::2], rtol=1e-4, atol=0)  # of 1e-9
     assert y[1].isnan().any()
