@@ -59,7 +59,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
     solver: Literal["conjugate_gradients", "exact"] = setting(default="conjugate_gradients")
     iterations: int = setting(default=30, most=100_000)
     tolerance: float = setting(default=0.0, least=0, below=1)
-    ridge: float = setting(default=1.0)
+    ridge: float = setting(default=1.0, fixed=True)
     ridge_floor: float = setting(default=0.25, least=0)
     chunk: int = setting(default=64)
 

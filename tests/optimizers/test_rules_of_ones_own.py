@@ -234,7 +234,10 @@ def takes_effect(make: Callable[..., TTTLayer], part: Callable[[TTTLayer], Any],
     except MetaTTTError:
         return
     if not given.endswith((".corruption", ".seed")):  # noise
-        expected.load_state_dict(layer.state_dict())
+        held = layer.state_dict()
+        if any(not torch.equal(start, held[key]) for key, start in expected.state_dict().items()):
+            assert not torch.equal(found, make()(x)[0]), f"{given}={value} would be of the initial values alone"
+        expected.load_state_dict(held)
         torch.testing.assert_close(found, expected(x)[0], msg=f"{given}={value}")
 
 
