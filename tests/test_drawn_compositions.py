@@ -291,7 +291,9 @@ def drawn(seed: int) -> Iterator[Drawn]:
 
 
 @pytest.mark.parametrize("seed", [
-    *range(len(STRATA)), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(STRATA), 6 * len(STRATA))),
+    *range(len(STRATA)),
+    152, 255,  # learners that mix tokens, read token by token
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(STRATA), 6 * len(STRATA)) if seed not in (152, 255)),
 ])  # fmt: skip
 def test_a_drawn_composition_equals_the_oracle(seed: int) -> None:
     """The first one of a seed that is not refused; and refusals are short."""
