@@ -36,8 +36,13 @@ def step_of(checkpoint: Path) -> int | None:
 
 def steps(run_folder: Path) -> list[tuple[int, Path]]:
     """Steps and paths of a run's checkpoints, whole or damaged, newest first."""
-    found = ((step_of(path), path) for path in (run_folder / FOLDER).glob("*"))
+    found = ((step_of(path), path) for path in _entries(run_folder))
     return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+
+
+def _entries(run_folder: Path) -> list[Path]:
+    folder = run_folder / FOLDER
+    return list(folder.iterdir()) if folder.is_dir() else []  # (glob would find nothing where it may not look)
 
 
 def newest_good(run_folder: Path) -> Path:
@@ -91,7 +96,7 @@ def remove_newer(run_folder: Path, step: int) -> None:
 
 def remove_leftovers(run_folder: Path) -> None:
     """Removes what a killed process left half written. Only for who holds the run's lock: another may be writing."""
-    for path in list((run_folder / FOLDER).glob("*")):
+    for path in _entries(run_folder):
         if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             remove_checkpoint(path)
 

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from metattt.checkpoints import folder as folders
+from metattt.checkpoints import rolling
 from metattt.checkpoints.files import check_new, find_checkpoint, home, read_content
 from metattt.checkpoints.folder import CONTENT, NEW, WEIGHTS, load_parts, verify, write_checkpoint, write_model
 from metattt.checkpoints.record import (
@@ -375,3 +376,13 @@ def test_the_current_folder_is_a_run_and_no_target(tmp_path: Path, monkeypatch: 
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     refusal(partial(check_new, "."), "the folder that you are in: give a new one")
+
+
+def test_checkpoints_that_may_not_be_listed_are_not_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or resume=auto would start from the first step again."""
+    (tmp_path / "checkpoints" / "step-00000100").mkdir(parents=True)
+    for listing in ("listdir", "scandir"):
+        monkeypatch.setattr(os, listing, Mock(side_effect=PermissionError))
+    for function in (rolling.steps, rolling.remove_leftovers):
+        with pytest.raises(PermissionError):
+            function(tmp_path)
