@@ -101,6 +101,13 @@ def test_columns_between_tabs(tmp_path: Path) -> None:
     assert [row["text"] for row in data._open("train")] == ["one, and more", "two"]
 
 
+def test_files_that_are_assigned_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    data = StreamData("json", files=["other.jsonl"], context_length=7)
+    data.files = [tmp_path / "a.jsonl"]  # type: ignore[list-item]
+    assert [row["text"] for row in data._open("train")] == ["one"] and data._bookmarked()[1] == [str(tmp_path / "a.jsonl")]
+
+
 def test_windows_of_a_block_are_all_there_in_another_order(files: str) -> None:
     width, block = 9, 6
     windows = StreamWindows(reader(files), width, block, seed=1)
