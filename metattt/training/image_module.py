@@ -79,6 +79,7 @@ class ImageJob(Job):
     """Image classification."""
 
     kind = unit = "images"
+    mixup = 0.0  #: of the recipe, whose configuration need not have it
 
     def check(self) -> None:
         """Refuses images that cannot be read, or of another size, other channels or more classes than the model's."""
@@ -98,6 +99,7 @@ class ImageJob(Job):
     def module(self, model: ImageTransformer, recipe: TimmRecipe) -> ImageClassification:
         if not isinstance(recipe, TimmRecipe):
             raise MetaTTTError(f"training: {type(recipe).__name__} is not for images: set training=timm")
+        self.mixup = recipe.mixup
         classes = {"classes": names} if (names := self.data.class_names) else {}
         evaluation = {} if self.data.evaluation is None else {"evaluation": dict(self.data.evaluation)}
         record = make_record(self.cfg, data=self.data.fingerprint(), **classes, **evaluation)
@@ -105,9 +107,9 @@ class ImageJob(Job):
 
     def prepare(self, trainer: Trainer) -> None:
         super().prepare(trainer)
-        if self.cfg.training.mixup and self.data.batch_size % 2:
+        if self.mixup and self.data.batch_size % 2:
             raise MetaTTTError(
-                f"training.mixup={self.cfg.training.mixup} mixes pairs of images, and a batch has "
+                f"training.mixup={self.mixup} mixes pairs of images, and a batch has "
                 f"{self.data.batch_size} of them: change data.batch_size, or set training.mixup=0"
             )
         if isinstance(trainer.val_check_interval, int):

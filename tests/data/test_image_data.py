@@ -30,7 +30,7 @@ from metattt.data.images import NO_LABEL, CheckedImages, CorruptImage, ImageData
 from metattt.errors import MetaTTTError
 from metattt.models.timm import create
 from metattt.models.vision import ImageTransformer
-from metattt.training.image_module import ImageClassification
+from metattt.training.image_module import ImageClassification, ImageJob
 from metattt.training.recipes import TimmRecipe
 from metattt.training.train import train
 
@@ -247,6 +247,13 @@ def test_mixup_mixes_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(seen["images"], share * images + (1 - share) * images.flip(0))
     one_hot = F.one_hot(labels, 10)
     torch.testing.assert_close(seen["labels"], share * one_hot + (1 - share) * one_hot.flip(0))
+    job: Any = object.__new__(ImageJob)  # with a recipe of one's own, whose configuration has no key mixup
+    job.cfg = compose("experiment=digits_pixel", *SMALL)
+    del job.cfg.training
+    job.data = SimpleNamespace(class_names=None, evaluation=None, fingerprint=str, batch_size=5)
+    job.module(model, TimmRecipe(mixup=0.2))
+    monkeypatch.setattr(ImageJob.__base__, "prepare", lambda *_: None)
+    refusal(lambda: job.prepare(None), "training.mixup=0.2 mixes pairs of images, and a batch has 5")
     module.read((images[:1], torch.tensor([NO_LABEL])))  # for the inner loops alone: not mixed, and without a label
     assert torch.equal(seen["images"], images[:1])
 
