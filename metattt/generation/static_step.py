@@ -245,6 +245,8 @@ def _structure(state: Any) -> dict[str, Any]:
 
 
 def _check_structure(before: Any, after: Any) -> None:
+    if not {id(x) for _, x in _leaves(before) if isinstance(x, Tensor)} <= set(map(id, tensors_of(before))):
+        raise NotStatic("the state keeps tensors outside of tuples, lists and dictionaries")
     wanted, found = _structure(before), _structure(after)
     for path in {**wanted, **found}:
         if wanted.get(path) != found.get(path):

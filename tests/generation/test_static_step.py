@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,20 @@ def test_what_python_counts_is_found_by_a_second_token() -> None:
     count = itertools.count(1)
     model = LanguageModel(VOCAB, 16, 1, lambda: Odd(lambda x: x * next(count) if x.shape[1] == 1 else x)).eval()
     with torch.inference_mode(), pytest.raises(NotStatic, match="no function of torch"):
+        RecordedStep(model, after(model, (6, 6)))
+
+
+class Before(Odd):
+    """What the token before was, kept in a queue: torch finds tensors there, and what maps a state does not."""
+
+    def forward(self, x: Tensor, state: Any = None, **flags: Any) -> tuple[Tensor, Any]:
+        before = torch.zeros_like(x[:, :1]) if state is None else state[0]
+        return torch.cat([before, x[:, :-1]], 1), deque([x[:, -1:]])
+
+
+def test_a_state_with_tensors_where_they_are_not_looked_for_is_not_recorded() -> None:
+    model = LanguageModel(VOCAB, 16, 1, lambda: Before(torch.sin)).eval()
+    with torch.inference_mode(), pytest.raises(NotStatic, match="outside of tuples, lists and dictionaries"):
         RecordedStep(model, after(model, (6, 6)))
 
 
