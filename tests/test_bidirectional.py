@@ -73,3 +73,7 @@ def test_a_configuration_chooses_both_directions() -> None:
     assert sum(isinstance(module, Bidirectional) for module in images.modules()) == len(images.blocks)
     with pytest.raises(MetaTTTError, match=r"Bidirectional declares causal = False.*direction=forward"):
         instantiate_model(compose("direction=both", "dim=16", "num_heads=2", job="train"))
+    cfg = compose("dim=16", "num_heads=2", job="train")
+    cfg.direction = "backward"  # assigned, or of a file
+    with pytest.raises(MetaTTTError, match="direction=backward is not allowed"):
+        instantiate_model(cfg)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.messages import explain_instantiation
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice
 
 if TYPE_CHECKING:
     from metattt.layer import TTTLayer
@@ -51,13 +51,15 @@ def instantiate_layer(cfg: DictConfig) -> TTTLayer:
     `Combined` of two; of `layer=mamba` and the like, a `Mixer`; with `direction=both` a `Bidirectional` of it).
 
     Raises:
-        MetaTTTError: as `instantiate_part`.
+        MetaTTTError: as `instantiate_part`; another direction.
     """
     return _directed(cfg, instantiate_part(cfg, "layer"))
 
 
 def _directed(cfg: DictConfig, layer: Any) -> Any:
-    if cfg.get("direction") != "both":  # older checkpoints say none
+    direction = cfg.get("direction", "forward")  # older checkpoints say none
+    check_choice("direction", direction, ("forward", "both"))  # of a file too, or assigned since it was composed
+    if direction == "forward":
         return layer
     from metattt.bidirectional import Bidirectional
 
