@@ -136,7 +136,7 @@ class LanguageModeling(OuterLoop):
         self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
 
     def shortest_loss(self) -> Tensor:
-        """The loss of one token."""
+        """The loss of one token. Parameters that do not affect it may get no gradient in a step."""
         return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
