@@ -50,7 +50,8 @@ class Combined(SequenceLayer):
 
     Args:
         dim: model width D, that of both layers.
-        first, second: a `TTTLayer`, a `Combined` or a `Mixer` each (any `SequenceLayer`).
+        first: a `TTTLayer`, a `Combined` or a `Mixer` (any `SequenceLayer`).
+        second: as `first`.
         how: see the table.
         shared: with `sum`, of two `TTTLayer`: q, k and v are projected once, by the task of the first layer, and the
             sum has one output projection, the first layer's (LaCT, arXiv 2505.23884, in its language models).
