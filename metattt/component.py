@@ -124,7 +124,7 @@ def says(part: nn.Module, method: str = "equations", about: Iterable[str] = DESC
     """Whether the equations in `method` hold for this object: no subclass has overridden a method that they
     describe, and no function has been assigned in the place of one."""
     kinds = type(part).__mro__
-    owner = next(kind for kind in kinds if method in vars(kind))
+    owner = next((kind for kind in kinds if method in vars(kind)), kinds[0])  # `method` may be assigned to the object
     below = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
     below |= {name for name, value in vars(part).items() if callable(value)}
     left_open: frozenset[str] = getattr(owner, "__abstractmethods__", frozenset())

@@ -230,6 +230,9 @@ def test_other_modules() -> None:
     assert text(equations(Sum())) == "layer  Sum: A running sum."
     said = type("Said", (Sum,), {"equations": lambda self: ["y_t = y_{t−1} + x_t"]})
     assert text(equations(said())) == "layer  y_t = y_{t−1} + x_t"
+    assigned = Sum()
+    assigned.equations = lambda: ["y_t = y_{t−1} + x_t"]
+    assert text(equations(assigned)) == text(equations(said()))
     ours = type("Ours", (Mamba,), {"gates": staticmethod(Mamba.gates)})
     assert text(equations(ours(16))) == "layer  Ours" and len(lines(Mamba(16))) > 3
     both = lines("delta_net", "direction=both")
