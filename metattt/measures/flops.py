@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from metattt.layer import TTTLayer
+from metattt.models.end_to_end import EndToEnd
 from metattt.optimizers import WholeSequence
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def flops_per_window(model: LanguageModel, length: int) -> int:
         length: T, tokens that are predicted.
     """
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    apart = model.blocks[: getattr(model, "prefix", None)]  # (`EndToEnd`: steps go back through the layers after it)
+    # the steps of `EndToEnd` go back through its last layers, which stay
+    apart = model.blocks[: model.prefix] if isinstance(model, EndToEnd) else model.blocks
     return _of_model(model, apart, ids, length, model.dim)
 
 
@@ -71,6 +73,7 @@ def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
             lengths = (blocks * size + count % size for blocks in (2, 2, 3))  # a first call tries things out
             _, two, three = (count_flops(layer, torch.empty(1, length, dim, device="meta")) for length in lengths)
             return two + (count // size - 2) * (three - two)
+        count_flops(layer, torch.empty(1, count, dim, device="meta"))  # the same
     return count_flops(layer, torch.empty(1, count, dim, device="meta"))
 
 

@@ -149,6 +149,11 @@ def test_mini_batches_are_counted_without_running_all(layer: str, left_over: int
     assert flops_of_layer(module, tokens, 16) == count_flops(module, torch.empty(1, tokens, 16, device="meta"))
 
 
+def test_what_a_nested_layer_tries_out_is_not_counted_of_few_mini_batches_either() -> None:
+    module = build("layer=nested_ttt", "dim=16", "num_heads=2", "optimizer.mini_batch_size=4").to("meta")
+    assert flops_of_layer(module, 6, 16) == count_flops(module, torch.empty(1, 6, 16, device="meta"))
+
+
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 

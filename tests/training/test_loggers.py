@@ -162,6 +162,12 @@ def test_operations_of_steps_that_go_back_through_the_layers() -> None:
         assert flops_per_window(empty(*settings), 24) == count_flops(empty(*settings), ids)
 
 
+def test_a_model_of_ones_own_may_have_a_prefix() -> None:
+    model = empty("layer=ttt_linear")
+    model.prefix = "of its run"
+    assert flops_per_window(model, 24) == flops_per_window(empty("layer=ttt_linear"), 24)
+
+
 def test_a_layer_that_cannot_be_counted_ends_nothing() -> None:
     broken = SimpleNamespace(empty=Mock(side_effect=NotImplementedError))
     assert step_statistics._flops(SimpleNamespace(build=broken, device=torch.device("cpu")), 16) == 0.0
