@@ -60,6 +60,8 @@ def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
         model = job.model(name)
         data: SequenceData = job.data(source)
         scores[name] = score(model, data, chosen.split)
+        if len(sources) > 1:  # now: the next one may be damaged
+            job.console.print(f"{name}: loss {scores[name].mean(scores[name].loss):.4f}")
     columns = ("model", "sequences", "accuracy %", "loss", "loss, first question", "last question")
     job.console.print(table(f"{chosen.split} sequences", columns, starmap(_row, scores.items())))
     with job.report("sequences") as made:

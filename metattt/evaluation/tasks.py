@@ -43,6 +43,7 @@ def evaluate(job: Evaluation) -> dict[str, Results]:
         )
     manager = find_tasks(wanted, chosen.task_path)
     results: dict[str, Results] = {}
+    rows: list[tuple[Any, ...]] = []
     for name, one in job.known.items():
         try:
             model = MetaTTTLM.load(one.path, job.device, chosen.tokenizer, chosen.batch_size, chosen.segment, job.trust)
@@ -53,12 +54,11 @@ def evaluate(job: Evaluation) -> dict[str, Results]:
         except NotFinite as error:
             raise MetaTTTError(f"{one.path}: {error}") from error
         results[name] = {task: dict(values) for task, values in found["results"].items()}
-    rows = [
-        (name, task, *figures)
-        for name, tasks in results.items()
-        for task, values in tasks.items()
-        for figures in _figures(values)
-    ]
+        mine = [(name, task, *figures) for task, values in results[name].items() for figures in _figures(values)]
+        rows += mine
+        if len(job.known) > 1:  # now: the next one may be damaged
+            figures = ", ".join(f"{task} {metric} {value:.4f}" for _, task, metric, value, _ in mine)
+            job.console.print(f"{name}: {figures}")
     job.console.print(table("tasks", COLUMNS, rows, left=3))
     with job.report("tasks") as made:
         made.csv("tasks", COLUMNS, rows)

@@ -191,7 +191,9 @@ def test_regression_in_pieces_is_one_pass_and_sees_no_later_token(layer: str) ->
     assert gradient[:, 10:].abs().max() == 0 and gradient[:, :10].abs().amin() > 0
 
 
-def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(tmp_path: Path) -> None:
+def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ends = "callbacks.stop_at.stopping_threshold=0.6"
     run = (*RECALL, "training.lr=2e-2", "trainer.max_steps=200", "trainer.val_check_interval=10", ends)
     assert train(compose(*run, f"output_dir={tmp_path / 'run'}")) == 0
@@ -201,6 +203,8 @@ def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(t
     validation, test = (evaluated(tmp_path / "run", f"split={split}") for split in ("validation", "test"))
     assert validation.accuracy.mean().item() == pytest.approx(seen[max(seen)], abs=1e-6)
     assert validation.loss.tolist() != test.loss.tolist() and test.sequences == 24
+    evaluate(compose(f"checkpoint=[{tmp_path / 'run'},{tmp_path / 'run'}]", "labels=[a,b]", "device=cpu", job="eval"))
+    assert f"a: loss {validation.mean(validation.loss):.4f}\nb: " in capsys.readouterr().out  # said before the next one is read
     refusal(lambda: evaluated(tmp_path / "run", "split=train"), "split=validation or split=test")
     refusal(lambda: evaluated(tmp_path / "run", "data.path=x"), "data.path=x does not apply")
     with pytest.raises(RuntimeError, match=r"validation/top1. which is not available"):  # in Lightning's words

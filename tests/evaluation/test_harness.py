@@ -152,7 +152,7 @@ def test_several_models_as_a_table_and_files(home: Path, tmp_path: Path, capsys:
     for _ in range(2):
         assert main(["eval", both, *words]) == 0
     shown = capsys.readouterr().out
-    assert "perplexity" in shown and "linear" in shown and "mlp" in shown
+    assert "perplexity" in shown and "linear: our_lambada perplexity " in shown and "mlp" in shown
     assert {file.name for file in tmp_path.iterdir()} == {"tasks.csv", "tasks.json", "tasks-2.csv", "tasks-2.json"}
     rows = list(csv.DictReader((tmp_path / "tasks.csv").open()))
     assert [(row["model"], row["metric"]) for row in rows] == [(m, k) for m in ("linear", "mlp") for k in ("perplexity", "acc")]
