@@ -206,9 +206,10 @@ def _words(case: dict[str, Any]) -> str:
 
 def measuring(device: str, points: list[Point]) -> None:
     """In a process of its own: prints a line for each result."""
+    on = environment() | ({} if device == "cuda" else {"device": device})  # the interpreter uses no GPU that is there
     for point in points:
         try:
-            line = _line(point) | {"found": measure(*point, device), "on": environment()}
+            line = _line(point) | {"found": measure(*point, device), "on": on}
         except Exception as error:  # its reason is the result; a device that gave an error may give no other result
             reason = (str(error).strip().splitlines() or [""])[0]
             print(json.dumps(_line(point) | {"failed": f"{type(error).__name__}: {reason}"}), flush=True)

@@ -287,6 +287,14 @@ def test_a_crash_costs_one_line_and_what_is_there_is_skipped(tmp_path: Path, mon
     assert [one["found"] for one in gpu.Results(file).lines] == [{"ms, median": 1.0}] * 4  # nothing of the first try is left
 
 
+def test_the_interpreter_says_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu, "environment", lambda: {"device": "a GPU"})
+    monkeypatch.setattr(gpu, "measure", lambda *point: {})
+    for device, said in (("cpu", "cpu"), ("cuda", "a GPU")):
+        gpu.measuring(device, [("time", "ttt_linear", {})])
+        assert json.loads(capsys.readouterr().out)["on"] == {"device": said}
+
+
 def test_the_stages_run_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     small = "device=cpu tokens=16 lengths=[16] num_heads=[1] head_dim=32 dtype=float32 decode_batch=2 programs=[1]"
