@@ -14,7 +14,7 @@ from metattt.io import digest, read_object, write_whole
 
 STATUS = "status.json"  # in the folder of a run
 OUTPUT = "output.txt"  # in the folder of a run: what it wrote to the terminal
-LONGEST_NAME, MOST_BYTES = 120, 240  # characters and bytes of a run's folder; file systems allow 255 bytes
+LONGEST_NAME, MOST_BYTES = 120, 255  # characters and bytes of a run's folder, as file systems allow
 
 State = Literal["running", "finished", "failed", "stopped"]
 TYPES: dict[str, Any] = {"swept": list, "fixed": list, "state": str, "message": str, "seconds": int | float}

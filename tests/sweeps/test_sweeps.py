@@ -201,7 +201,8 @@ def test_names_of_folders() -> None:
     long = [folder_name("x=" + "1" * 300 + str(number)) for number in range(2)]
     assert len(set(long)) == 2 and all(len(name) <= LONGEST_NAME for name in long)
     wide = [folder_name("prompt=" + "漢" * 100 + str(number)) for number in range(2)]  # three bytes each
-    assert all(len(name.encode()) < 255 for name in wide) and len(set(wide)) == 2
+    assert all(len(name.encode()) <= 255 for name in wide) and len(set(wide)) == 2
+    assert folder_name(kept := "prompt=" + "漢" * 82) == kept  # 253 bytes
     assert folder_name("") == "run"
 
 
