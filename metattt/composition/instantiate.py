@@ -33,12 +33,14 @@ def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
         MetaTTTError: what the constructor refuses, in its own words; whatever else goes wrong, with the key and the
             class.
     """
-    if isinstance(cfg[key], DictConfig) and "_target_" not in cfg[key]:
-        raise MetaTTTError(
-            f"nothing says what {key} is: give {key}._target_, or in a file of your own begin with the `defaults` of a "
-            f"file in metattt/configs/{key}"
-        )
     try:
+        if isinstance(cfg[key], DictConfig) and "_target_" not in cfg[key]:
+            place = cfg._get_full_key(key)
+            group = "layer" if place.startswith("model.blocks.") else place.partition(".")[0]
+            raise MetaTTTError(
+                f"nothing says what {place} is: give {place}._target_, or in a file of your own begin with the "
+                f"`defaults` of a file in metattt/configs/{group}"
+            )
         return hydra.utils.instantiate(cfg[key], _convert_="all", **options)
     except MetaTTTError:
         raise

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
+from omegaconf import OmegaConf
 from processes_for_tests import fresh
 from refusals_for_tests import refusal
 
@@ -16,7 +17,7 @@ from metattt.cli import main
 from metattt.composition import components
 from metattt.composition.aliases import KEYS
 from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
+from metattt.composition.instantiate import instantiate_model, instantiate_part
 from metattt.composition.messages import known_keys
 from metattt.composition.signatures import Unreadable, constructor, registered
 from metattt.registry import PARAMETERS, REGISTERED, register, version_of
@@ -127,6 +128,11 @@ def test_a_layer_that_nothing_makes() -> None:
     cfg = compose("dim=16", "num_heads=2")
     cfg.layer = {"gate": True}  # what `base/ttt_layer@layer` is missing for
     refusal(lambda: instantiate_model(cfg), "nothing says what layer is: give layer._target_, or")
+    entries = OmegaConf.create({"callbacks": {"mine": {"every": 3}}})
+    said = refusal(lambda: instantiate_part(entries.callbacks, "mine"), "give callbacks.mine._target_")
+    assert said.endswith("metattt/configs/callbacks")
+    cfg.layer = "???"
+    refusal(lambda: instantiate_model(cfg), "`layer` has no value")
 
 
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
