@@ -99,8 +99,10 @@ class Checkpoints(WithSettings, Callback):
         self._requests.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_rank < len(self._found_random):
-            set_random_state(self._found_random[trainer.global_rank], trainer.strategy.root_device)
+        together = getattr(trainer.strategy, "tensor_ranks", 1)  # they draw alike, whoever wrote the states
+        first = trainer.global_rank - trainer.global_rank % together
+        if first < len(self._found_random):
+            set_random_state(self._found_random[first], trainer.strategy.root_device)
         self._found_random = []
         self._running, self._saved_step, self._saved_at = True, trainer.global_step, time.monotonic()
         self._take_random(trainer)

@@ -4,6 +4,7 @@ batch."""
 import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
+from metattt.training import saving
 from metattt.training.batches import plan_batches
 from metattt.training.building import Builder
 from metattt.training.launchers import processes
@@ -187,6 +189,21 @@ def test_processes_that_read_other_windows_draw_other_random_numbers(
         settings = (f"data.path={tmp_path / 'corpus'}", f"output_dir={tmp_path / str(share)}", "trainer.max_steps=1")
         assert train(compose(*TINY, *settings, "sample=false", "~callbacks.loss_curve")) == 0
     assert torch.equal(weights[0], weights[1]) and not torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize(("tensor_ranks", "states"), [(1, [0, 1]), (2, [0, 0])])
+def test_processes_that_divide_heads_draw_alike_after_a_run_of_ddp(
+    tensor_ranks: int, states: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "set_random_state", lambda state, _: found.append(state["cpu"]))
+    found: list[int] = []
+    for rank in range(2):
+        trainer = MagicMock(global_rank=rank, strategy=MagicMock(tensor_ranks=tensor_ranks))
+        trainer.fit_loop.epoch_loop.batch_progress.current.ready = trainer.accumulate_grad_batches = 1
+        checkpoints = saving.Checkpoints("run", best=None)
+        checkpoints._found_random = [{"cpu": 0}, {"cpu": 1}]
+        checkpoints.on_train_start(trainer, MagicMock())
+    assert found == states
 
 
 def test_a_step_has_the_same_tokens_whatever_the_processes() -> None:
