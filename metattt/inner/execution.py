@@ -130,7 +130,8 @@ def recomputed(
 
 def _beside(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
     """The names of `captured`, found once for every kind of call."""
-    modes = [part.training for part in (loop.task, loop.learner, loop.rule)]
+    parts = loop.task, loop.learner, loop.rule
+    modes = [part.training for part in parts] + [x.requires_grad for part in parts for x in part.buffers()]
     key = (read, loop.matmul_dtype, tuple(memory), *modes, *(x is None for x in tokens.tensors))
     beside = loop.plan.beside.get(key)
     if beside is None:
@@ -151,6 +152,7 @@ def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> tuple[l
     one = tokens.map(lambda x: x[:, :, :1])
     body, given, _ = _as_function(loop, one, memory, [Block(1, 0, True, 1)], read)
     # All inputs are differentiated, so that no leaf has to be made inside.
+    given = [x.clone() if x.is_inference() else x for x in given]  # (a frozen layer may go on from such a state)
     inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
     device = inputs[0].device
     parts = {"task": loop.task, "learner": loop.learner, "optimizer": loop.rule}

@@ -197,6 +197,16 @@ def test_derivatives_of_what_is_reached_beside_a_frozen_layer(count: int) -> Non
     found = torch.autograd.grad(functional_call(layer, {"task.c": given}, (x,))[0].square().sum(), given)
     torch.testing.assert_close(found, expected)
     assert not layer(x)[0].requires_grad
+    layer.group_size = 2  # also after a call in which no buffer required a derivative
+    found = torch.autograd.grad(functional_call(layer, {"task.c": given}, (x,))[0].square().sum(), given)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_frozen_layer_goes_on_from_a_state_of_inference_mode() -> None:
+    layer, x = make(Linear(), descent()).requires_grad_(False), tokens()
+    with torch.inference_mode():
+        (y, state), expected = layer(x[:, :7]), layer(x)[0]
+    torch.testing.assert_close(torch.cat([y, layer(x[:, 7:], state)[0]], 1), expected)
 
 
 def test_shapes_of_a_long_sequence_without_numbers() -> None:
