@@ -114,7 +114,7 @@ class Combined(SequenceLayer):
             self.head_scale = projection(dim, second.num_heads, True) if self.with_head_scale else None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "norms" in self.__dict__ or "norms" in self._modules:  # it is built
+        if hasattr(self, "norms"):  # it is built
             self.refuse_late(name, value)
         super().__setattr__(name, value)
         if name == "group_size" and value is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,16 @@ def test_settings_that_come_too_late() -> None:
             setattr(layer, name, value)
     layer.how, layer.group_size = "sum", 2
     assert one.group_size == 2
+
+
+def test_an_attribute_before_the_constructor_of_the_base_class() -> None:
+    class Mine(Combined):
+        def __init__(self, **settings: Any):
+            self.mine = 3
+            super().__init__(**settings)
+
+    one, two = (TTTLayer(8, 2, Reconstruction(), Linear(), GradientDescent(4)) for _ in range(2))
+    assert Mine(dim=8, first=one, second=two).mine == 3
 
 
 def test_kept_on_disk(tmp_path: Path) -> None:
