@@ -83,14 +83,15 @@ class GlobalEstimator(NonParametric, takes=()):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=valid, scale=scale), {"count": ctx.lengths}
         if valid is not None:
             k = torch.where(valid.mT, k, 0)
-        if self.normalize:  # h cancels, and so does the number of tokens: sums over all would be infinite in fp16
-            k = k / k.shape[2]
+        count = ctx.lengths.clamp(min=1).to(torch.promote_types(k.dtype, torch.float32)).view(-1, 1, 1, 1)
+        root = count.sqrt().to(k.dtype)  # in fp16 a sum over all tokens may be infinite, and so may N; k / N may be 0
+        if self.normalize:  # h cancels, and so does N
+            k, q = k / root, q / root
             weights = k.mT @ v
             total = (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
             # Where all kernels are 0 (elu + 1 rounds to 0 from about −17 on, in bf16 from −6 on; the query of padding
             # may be 0) predictions are 0, and derivatives finite.
             total = torch.where(total == 0 if valid is None else (total == 0) | ~valid.mT, 1, total)
             return (q @ weights) / total, {"count": ctx.lengths}
-        count = ctx.lengths.clamp(min=1).to(k.dtype).view(-1, 1, 1, 1)
-        weights = (k / count).mT @ v  # N h may be infinite in fp16, and so may a sum over all tokens
-        return q @ (weights / (k.shape[-1] if self.bandwidth is None else self.bandwidth)), {"count": ctx.lengths}
+        rest = count / root * (k.shape[-1] if self.bandwidth is None else self.bandwidth)
+        return q @ ((k / root).mT @ v / rest.to(k.dtype)), {"count": ctx.lengths}

@@ -79,10 +79,11 @@ def test_what_a_sequence_without_tokens_reads_is_the_learned_point_alone(window:
     torch.testing.assert_close(y[1:], layer.read(x[1:], None))
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_linear_attention_to_all_of_many_tokens_in_fp16(normalize: bool) -> None:
-    """The sum of the kernels of 4,096 tokens is beyond its range, as 64 times their number is, and the answer was 0."""
-    settings = ("layer=linear_attention_elu_image", f"learner.normalize={normalize}", "dim=64", "num_heads=1")
-    layer, x = metattt.build(*settings), torch.randn(1, 4096, 64) + 2
+@pytest.mark.parametrize(("normalize", "count", "dim"), [(True, 4096, 64), (False, 4096, 64), (False, 65_600, 4)])
+def test_linear_attention_to_all_of_many_tokens_in_fp16(normalize: bool, count: int, dim: int) -> None:
+    """The sum of the kernels of 4,096 tokens is beyond its range, as 64 times their number is, and the answer was 0; so
+    is the number of 65,600."""
+    settings = ("layer=linear_attention_elu_image", f"learner.normalize={normalize}", f"dim={dim}", "num_heads=1")
+    layer, x = metattt.build(*settings), torch.randn(1, count, dim) + 2
     wanted = layer(x)[0]
     assert (layer.half()(x.half())[0].float() - wanted).norm() < 0.01 * wanted.norm()
