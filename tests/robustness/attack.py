@@ -211,6 +211,9 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)  # a forked child has no other threads
     import metattt.training.train  # noqa: F401, so that no child needs to
+    from metattt.native.passes import library
+
+    library()  # asks the compiler who it is, which no child may
 
     tally, draw, home = Tally(), random.Random(given.seed), given.folder.resolve()
     artifacts = Artifacts(home)
