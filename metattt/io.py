@@ -56,13 +56,21 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def check_own(file: Path) -> None:
-    """Raises an error, as `inside`, for a link out of its folder, and for what is missing, or a folder or a pipe."""
+    """Raises an error if this is not a file, or a link out of its folder.
+
+    Raises:
+        MetaTTTError: as `inside`; it is missing, or a folder or a pipe.
+    """
     if not inside(file.parent, file.name).is_file():
         raise MetaTTTError(f"{file} is missing, or not a file")
 
 
 def read_text(file: Path, limit: int = LONGEST) -> str:
-    """Reads a text file of at most `limit` bytes; what it is called is not checked here.
+    """Reads a text file that is not too large.
+
+    Args:
+        file: a file; what it is called is not checked here.
+        limit: bytes.
 
     Raises:
         MetaTTTError: it is too large, not UTF-8, or cannot be read.

@@ -79,8 +79,12 @@ def version_of(group: str, name: str) -> int:
 
 
 def store(group: str, name: str, target: str, parameters: Sequence[inspect.Parameter]) -> None:
-    """As `register`, for a class that is not imported yet: `target` is its dotted path, and `parameters` are those of
-    its constructor, without `self`; annotations are types, not strings.
+    """As `register`, for a class that is not imported yet.
+
+    Args:
+        group, name: as for `register`.
+        target: dotted path of the class.
+        parameters: those of its constructor, without `self`; annotations are types, not strings.
 
     Raises:
         MetaTTTError: as `register`.

@@ -27,13 +27,16 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
-    """The checkpoint that a path names: itself, or what is in a folder: the newest of a run, or a model's weights. It
-    is a folder (`metattt.checkpoints.folder`); of other programs a file.
+    """The checkpoint that a path names: itself, or what is in a folder: the newest of a run, or a model's weights.
 
     Args:
         path: a checkpoint, or a folder with some.
-        fall_back: of a run, the newest that is not damaged is taken, said aloud if it is an older one. Else the newest
-            is taken, and what is damaged in it is found when it is read: nobody evaluates another model than he thinks.
+        fall_back: a run's checkpoints are read and compared with their checksums, the newest first, and the first that
+            is not damaged is taken, said aloud if it is an older one. Else the newest is taken, and what is damaged in
+            it is found when it is read: nobody evaluates another model than he thinks.
+
+    Returns:
+        A folder (`metattt.checkpoints.folder`); of other programs a file.
 
     Raises:
         MetaTTTError: no such path, or a folder with no such file or with several.
@@ -68,9 +71,12 @@ def home(checkpoint: Path) -> Path:
 
 
 def read_content(file: Path, tensors: Tensors = "all") -> dict[str, Any]:
-    """What a checkpoint that `find_checkpoint` found holds, plain data and tensors only; of one of ours, `tensors` says
-    which are read (`metattt.checkpoints.folder.read_checkpoint`). One with an index is put together; what has checksums
-    is compared with them.
+    """What a checkpoint holds, plain data and tensors only. One with an index is put together; what has checksums is
+    compared with them.
+
+    Args:
+        file: as `find_checkpoint` found it.
+        tensors: which of a checkpoint of ours are read (`metattt.checkpoints.folder.read_checkpoint`).
 
     Raises:
         MetaTTTError: a file that is truncated, damaged, of another kind, or holds code; a part that is missing.

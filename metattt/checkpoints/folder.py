@@ -117,8 +117,10 @@ def read_checkpoint(folder: Path, tensors: Tensors = "all") -> dict[str, Any]:
     """The content of a checkpoint with tensors on the CPU, put together from the pieces of all processes; those that
     one file holds may lie on the disk until they are used.
 
-    The `tensors` that are read: `all` or `weights`, whose files are compared with their checksums; `small`: neither
-    weights nor what optimizers hold for them; or `none`. Those that are not read are left out with their keys.
+    Args:
+        folder: the checkpoint.
+        tensors: `all` or `weights`, whose files are compared with their checksums; `small`: neither weights nor what
+            optimizers hold for them; or `none`. Tensors that are not read are left out with their keys.
 
     Raises:
         MetaTTTError: as `verify`; a tensor that is not all there.
@@ -158,8 +160,13 @@ def weights(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load_parts(folder: Path, tensors: Mapping[str, Tensor], together: bool = False) -> None:
-    """Fills tensors, by their names in the checkpoint, in place, whole or divided among processes (`together`: all call
-    this), from the pieces that others wrote; every process reads what it needs. `verify` compares the files.
+    """Fills tensors in place, whole or divided among processes, from the pieces that others wrote; every process reads
+    what it needs. `verify` compares the files.
+
+    Args:
+        folder: the checkpoint.
+        tensors: by their names in the checkpoint.
+        together: all processes call this.
 
     Raises:
         MetaTTTError: a tensor that the checkpoint does not have, or of another shape.
@@ -205,9 +212,13 @@ def _cause(error: CheckpointException) -> BaseException:
 class _Writer(HuggingFaceStorageWriter):
     """`torch.distributed.checkpoint` decides which process writes what of each tensor, and tells all if one fails.
 
-    The files are its own, but the tensors named in `weights` and the rest are apart, and safetensors writes them as
-    they are (torch puts a file together in memory first, as much again as all tensors). In the first process `end` is
-    called with the files of all.
+    The files are its own, but weights and the rest are apart, and safetensors writes them as they are (torch puts a
+    file together in memory first, as much again as all tensors).
+
+    Args:
+        new: the folder.
+        weights: names of the tensors that go into files of their own.
+        end: called in the first process with the files of all.
     """
 
     def __init__(self, new: Path, weights: Collection[str], end: Callable[[Files], None]):
@@ -259,6 +270,7 @@ def write_checkpoint(folder: Path, content: Mapping[str, Any], together: bool = 
     """Writes a checkpoint in place of what has this name.
 
     Args:
+        folder: the checkpoint.
         content: as `read_checkpoint` returns it: the record (plain data, with the text of its tokenizer.json as
             `tokenizer`), `state_dict`, and what else there is to keep of a run: plain data and tensors.
         together: all processes of the run call this, and each writes the tensors, or the pieces of them, that it holds.

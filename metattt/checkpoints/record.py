@@ -127,10 +127,12 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
 def record_config(
     record: Mapping[str, Any], origin: Path, skip: Collection[str] = (), trust: Collection[str] = ()
 ) -> DictConfig:
-    """The configuration of a record that `checked_record` returned, of the file `origin`, ready to be instantiated.
+    """The configuration of a checked record, ready to be instantiated but for the components of the groups in `skip`.
 
     Args:
-        skip: groups whose components need not be known here, and are left as they are written.
+        record: as `checked_record` returns it.
+        origin: the file that it is from.
+        skip: groups whose components need not be known here.
         trust: modules of the user's whose classes it may name.
 
     Raises:
@@ -271,8 +273,15 @@ def _is_module(target: str) -> bool:
 
 
 def check_keys(what: str, target: str, node: Mapping[str, Any], origin: object) -> None:
-    """Raises an error for keys that the constructor of `target` does not have or that mean something to Hydra, and for
-    values of other types; `what` is the component, for messages: `learner=mlp`."""
+    """Raises an error for keys that the constructor does not have or that mean something to Hydra, and for values of
+    other types.
+
+    Args:
+        what: the component, for messages: `learner=mlp`.
+        target: dotted path of its class.
+        node: its parameters.
+        origin: the file.
+    """
     for key, value in node.items():
         if key.startswith("_") and key != "_target_" and not (key == "_partial_" and isinstance(value, bool)):
             raise MetaTTTError(f"{origin} has the key `{key}` for {what}, which a file may not set")

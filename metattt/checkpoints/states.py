@@ -49,7 +49,11 @@ def write_state(path: str | Path, state: Any, model: nn.Module | None = None) ->
 
 
 def read_state(path: str | Path, kind: type[S], device: torch.device | str, model: nn.Module | None = None) -> S:
-    """What `State.load` and `LanguageModelState.load` do, with the errors that they name."""
+    """What `State.load` and `LanguageModelState.load` do.
+
+    Raises:
+        MetaTTTError: as they say.
+    """
     file = path_of(str(path), "state")
     if not file.is_file():
         raise MetaTTTError(f"no state: {path} does not exist; state.save(path) writes one")

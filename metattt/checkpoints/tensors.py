@@ -103,8 +103,13 @@ def checksum(tensors: Mapping[str, Tensor], about: str = "") -> str:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") -> None:
-    """Writes a new file of tensors on any device, and a text that says what they are, and waits until it is on the
-    disk."""
+    """Writes a new file and waits until it is on the disk.
+
+    Args:
+        file: its path.
+        tensors: by name, on any device; none shares its memory with another.
+        about: a text that says what the tensors are.
+    """
     kept = {name: alone(tensor) for name, tensor in tensors.items()}
     save(file, kept, {CHECKSUM: checksum(kept, about)} | ({ABOUT: about} if about else {}))
 

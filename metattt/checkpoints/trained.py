@@ -63,8 +63,12 @@ def read_checkpoint(path: str | Path, tensors: Tensors = "all") -> dict[str, Any
 
 
 def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: Collection[str] = ()) -> Trained:
-    """Configuration and tokenizer of a model on disk; no weights are read. Arguments as of `find_checkpoint` and
-    `metattt.checkpoints.record.record_config`.
+    """Configuration and tokenizer of a model on disk; no weights are read.
+
+    Args:
+        path: as for `find_checkpoint`.
+        skip: groups whose components need not be known here.
+        trust: modules of the user's whose classes it may name.
 
     Raises:
         MetaTTTError: no checkpoint, or one that cannot be read; a component that is not known or not allowed.
@@ -76,7 +80,11 @@ def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: C
 
 
 def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
-    """A model on disk with its weights; arguments as of `open_trained`.
+    """A model on disk with its weights.
+
+    Args:
+        path: as for `find_checkpoint`.
+        trust: modules of the user's whose classes it may name.
 
     Raises:
         MetaTTTError: as `open_trained`; names or shapes that are neither ours nor published.

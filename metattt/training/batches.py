@@ -25,8 +25,10 @@ def plan_batches(
     Args:
         batch_tokens: tokens per step, over all processes. None: those of `batch_size` and `accumulate` in one process.
         context_length: T, tokens per window; 1 of images.
-        batch_size: windows (or images: `unit`) per batch, at most.
+        batch_size: windows per batch, at most.
         accumulate: batches per step of one process; 1 beside `batch_tokens`, which chooses it.
+        world_size: number of processes.
+        unit: the unit of a batch (windows, images), for messages.
 
     Returns:
         Windows or images per batch, and batches per step, in each process.
@@ -69,8 +71,13 @@ def batch_share(trainer: Trainer) -> tuple[int, int]:
 
 
 def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
-    """How many groups of processes read different windows: `time_ranks` processes read one, each a part of its time,
-    and `tensor_ranks` the same tokens, each with some of the heads."""
+    """How many groups of processes read different windows.
+
+    Args:
+        world_size: number of processes.
+        time_ranks: processes that read one window, each a part of its time.
+        tensor_ranks: processes that read the same tokens, each with some of the heads.
+    """
     together = time_ranks * tensor_ranks
     if world_size % together:
         named = (("trainer.time_ranks", time_ranks), ("trainer.tensor_ranks", tensor_ranks))
@@ -116,8 +123,12 @@ def recount_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
 
 
 def at_end_of_step(checkpoint: dict[str, Any], validate_again: bool) -> None:
-    """Sets the counts of a checkpoint that is taken at the beginning of a batch to those after the batch before; with
-    `validate_again` the validation after that batch was begun, and is to be repeated from its first batch."""
+    """Sets the counts of a checkpoint that is taken at the beginning of a batch to those after the batch before.
+
+    Args:
+        checkpoint: of Lightning.
+        validate_again: the validation after that batch was begun and is to be repeated, from its first batch.
+    """
     loops = checkpoint["loops"]["fit_loop"]
     progress = loops["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):

@@ -27,7 +27,12 @@ HOW_NOT_WHAT = (
 
 class Builder:
     """Makes the model of a run. Its parameters are drawn from torch's global generator as it is when the builder is
-    made, or are the `weights` of a run or checkpoint."""
+    made.
+
+    Args:
+        cfg: the configuration of the run.
+        weights: a run or checkpoint whose weights the model starts from; None: from its random ones.
+    """
 
     def __init__(self, cfg: DictConfig, weights: str | None):
         self.cfg, self.weights = cfg, weights
@@ -72,8 +77,11 @@ class Builder:
 
 def differences(cfg: DictConfig, weights: str, tokenizer: str | None) -> str | None:
     """A line that lists the settings in which a run differs from the model whose weights it starts from and that
-    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended. `tokenizer`: of
-    the run's data, as `Trained` has it; None: there is none."""
+    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended.
+
+    Args:
+        tokenizer: of the run's data, as `Trained` has it; None: there is none.
+    """
     found = open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust))
     ours, theirs = map(_settings, (cfg, found.config))
     changed = [

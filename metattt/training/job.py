@@ -172,8 +172,12 @@ class ForLightning(LightningDataModule):
 
 
 class Job:
-    """The part of training that depends on the kind of data (`Data.job`), which it reads and checks against the
-    model."""
+    """The part of training that depends on the kind of data (`Data.job`).
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data; read, and checked against the model.
+    """
 
     kind = "data"  #: first word of the header
     unit = "sequences"  #: what a batch has a number of

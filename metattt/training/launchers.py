@@ -24,8 +24,14 @@ def launched() -> tuple[str, dict[str, int]] | None:
 
 
 def processes(trainer: DictConfig) -> dict[str, Any]:
-    """`devices` and `num_nodes` for Lightning's Trainer: `auto` uses the processes that were started; settings that are
-    not theirs raise an error."""
+    """`devices` and `num_nodes` for Lightning's Trainer: `auto` uses the processes that were started.
+
+    Args:
+        trainer: the configuration of the trainer.
+
+    Raises:
+        MetaTTTError: settings that are not those of the processes that were started.
+    """
     given = {"devices": trainer.get("devices", "auto"), "num_nodes": trainer.get("num_nodes", 1)}
     found = launched()
     if found is None:

@@ -72,8 +72,12 @@ class Muon(AdamW):
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """The step of `Muon`: parameter groups with `muon=True` hold matrices, the others are torch's AdamW's; other
-    arguments as of `Muon`."""
+    """The step of `Muon`: parameter groups with `muon=True` hold matrices, the others are torch's AdamW's.
+
+    Args:
+        params: groups of parameters with `weight_decay`, and `muon`.
+        lr, momentum, betas, eps: see `Muon`.
+    """
 
     def __init__(
         self,

@@ -29,8 +29,12 @@ class Interrupted(Exception):
 
 
 class StopRequests:
-    """Records the first signal that asks the run to stop; another Ctrl-C ends the process at once, with what
-    `last_checkpoint` says. A signal within half a second of the first one is the same Ctrl-C, passed on by a launcher.
+    """Records the first signal that asks the run to stop; another Ctrl-C ends the process at once.
+
+    A signal within half a second of the first one is the same Ctrl-C, passed on by a launcher.
+
+    Args:
+        last_checkpoint: returns the message about the last checkpoint, for a second signal.
     """
 
     def __init__(self, last_checkpoint: Callable[[], str]):

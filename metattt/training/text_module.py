@@ -42,8 +42,10 @@ class LanguageModeling(OuterLoop):
     """Trains a language model on windows of tokens `[B, T + 1]`: the first T are read, the last T predicted.
 
     Args:
-        model, recipe, record: as of `OuterLoop`.
+        model: the language model.
+        recipe: the outer optimizer and its schedule.
         token_bytes: `[V]` bytes of text that each token stands for.
+        record: of the run (`metattt.checkpoints.record`), kept in every checkpoint.
         document_start: the token at which the inner loop starts again from W0; None: it never does.
     """
 
@@ -220,7 +222,11 @@ class TextJob(Job):
             )
 
     def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
-        """The Lightning module; windows that hold no inner step of a model that has them raise an error."""
+        """The Lightning module.
+
+        Raises:
+            MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
+        """
         if not isinstance(recipe, AdamW):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model

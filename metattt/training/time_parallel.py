@@ -47,8 +47,12 @@ class OverTime(ParallelStrategy):
         self.time_ranks, self.in_flight, self.scans = time_ranks, in_flight, []
 
     def check(self, context_length: int, batch_size: int) -> None:
-        """Raises an error for windows, of which a batch has `batch_size`, that cannot be divided; called before any is
-        read."""
+        """Raises an error for windows that cannot be divided; called before anything is read.
+
+        Args:
+            context_length: tokens per window.
+            batch_size: windows per batch of the processes that read the same ones.
+        """
         if context_length < self.time_ranks:
             raise MetaTTTError(
                 f"data.context_length={context_length} tokens cannot be divided among "

@@ -74,8 +74,11 @@ def truncated_loss(
 
 
 def _reach_back(kept: Sequence[_Chunk], parameters: Sequence[Tensor], gradients: dict[int, Tensor], last: int) -> None:
-    """Adds the gradient of the newest chunk's loss by everything in the chunks that are kept. `last`: k, of which the
-    next loss reaches the newest k − 1 again, whose graphs stay; 1: no loss follows."""
+    """Adds the gradient of the newest chunk's loss by everything in the chunks that are kept.
+
+    Args:
+        last: k, of which the next loss reaches the newest k − 1 again, whose graphs stay; 1: no loss follows.
+    """
     outputs, cotangents = [kept[-1].loss], [torch.ones_like(kept[-1].loss)]
     newest_first = list(reversed(kept))
     for back, chunk in enumerate(newest_first, 1):
