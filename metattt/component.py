@@ -103,6 +103,12 @@ class Component(Declared):
         return copied
 
 
+def assigned(module: nn.Module) -> list[Any]:
+    """The attributes and submodules of a module, without tensors and its mode."""
+    values = {**vars(module), **module._modules}
+    return [value for name, value in values.items() if name != "training" and not isinstance(value, Tensor)]
+
+
 def _base(kind: type) -> type:
     """The base class of `kind`: Task, Learner or InnerOptimizer."""
     return kind.__mro__[kind.__mro__.index(Component) - 1]

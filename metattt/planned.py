@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from metattt.component import assigned
 from metattt.errors import MetaTTTError, check_heads
 from metattt.inner.diagnostics import FAILURES
 from metattt.inner.loop import InnerLoop
@@ -87,7 +89,12 @@ class PlannedLayer(SequenceLayer):
         if torch.compiler.is_compiling():  # what else is looked at would be a guard
             if self._plan.basis[:4] != (self.task.changes, self.learner.changes, self.optimizer.changes, self.outer):
                 self._plan_outside_of_the_graph()
-        elif self._plan.basis != self._basis() and not transformed():
+            return self._plan
+        for part, module, before in self._plan.inside:
+            now = assigned(module)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                part.__dict__["changes"] = part.changes + 1
+        if self._plan.basis != self._basis() and not transformed():
             self.__dict__["_plan"] = self._planned()
         return self._plan
 
@@ -116,6 +123,13 @@ class PlannedLayer(SequenceLayer):
             sizes = self.dim, self.num_heads, self.head_dim, width
             plan = make_plan(self._form, self.task, learner, rule, *sizes, kernels(), self.outer)
         plan.basis = self._basis()
+        closed = plan.kernels or plan.linear  # what rests on tests of the task and the learner, and never on parameters
+        plan.inside = [
+            (part, module, assigned(module))
+            for part in ((self.task, learner) if closed else ())
+            for module in list(part.modules())[1:]
+            if not isinstance(module, nn.ParameterDict) and not any(x is not None for x in module._parameters.values())
+        ]
         return plan
 
     def _basis(self) -> tuple[object, ...]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from metattt.component import Component
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
@@ -90,6 +91,8 @@ class Plan:
     beside: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
     said: set[tuple[str, ...]] = field(default_factory=set)
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
+    #: a task or learner, a module inside it, and what was assigned to that module (`component.assigned`)
+    inside: list[tuple[Component, nn.Module, list[object]]] = field(default_factory=list)
 
     @property
     def shown(self) -> str:

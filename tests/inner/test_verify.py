@@ -134,6 +134,39 @@ def test_a_module_exchanged_later_is_noticed() -> None:
     assert layer.form == "dual"
 
 
+def test_what_is_assigned_later_to_a_module_within_a_part_is_noticed() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = 0.5, nn.Sequential(nn.MSELoss(reduction="none"))
+
+        def forward(self, prediction: Tensor, v: Tensor) -> Tensor:
+            return self.scale * self.inner[0](prediction, v).sum(-1)
+
+    class Of(Reconstruction):
+        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+            super().build(dim, num_heads, head_dim)
+            self.criterion = Scaled()
+
+        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+            loss: Tensor = self.criterion(prediction, v)
+            return loss
+
+    def exchange(criterion: Any) -> None:
+        criterion.inner[0] = nn.HuberLoss(reduction="none")
+
+    changes: tuple[Callable[[Any], None], ...] = (lambda criterion: setattr(criterion, "scale", 2.0), exchange)
+    for change in changes:
+        layer, oracle = (made(Of(), Linear(), GradientDescent(4), form) for form in ("auto", "primal"))
+        plan = layer.plan
+        assert layer.eval().train().plan is plan
+        assert layer.form == "fused"
+        change(layer.task.criterion)
+        change(oracle.task.criterion)
+        assert compare(run(layer, x(), grads=True), run(oracle, x(), grads=True)) < BOUND
+        assert layer.form == "dual"
+
+
 def test_methods_and_hooks_added_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = made(Reconstruction(), Linear(), GradientDescent(4))
     before = run(layer, x()).y
