@@ -214,17 +214,15 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
     removed key."""
     from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-    from metattt.composition.messages import first_line
+    from metattt.composition.messages import first_line, out_of_memory
 
     if isinstance(error, OSError) and error.strerror:
         advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
         advice = ": the limit is that of `ulimit -f`" if error.errno == errno.EFBIG else advice
         place = error.filename or (None if cfg is None else cfg.get("output_dir"))  # a write that failed names no file
         return f"{place}: {error.strerror}{advice}" if place else f"{error.strerror}{advice}"
-    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):
-        tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-        more = f" for another {tried[1]}" if tried else ""
-        return f"there is not enough memory{more}: make the batch, the sequences or the model smaller"
+    if line := out_of_memory(error):
+        return line
     if "InvalidCxxCompiler" in str(error):
         return "torch.compile finds no C++ compiler: install one, or name it in CXX, or set compile=false"
     if isinstance(error, InterpolationResolutionError):

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from metattt.memory_limit import check_memory_limit
 from metattt.state import Context
 from metattt.torch_private import FakeTensor, fake_mode, for_torch, interpreter_stack
 
@@ -107,7 +106,6 @@ class CausalConv(nn.Module):
 
     def __init__(self, dim: int, width: int = 4, bias: bool = True):
         super().__init__()
-        check_memory_limit(dim * width, f"a convolution of {width} taps", "lower conv_width, or dim")
         self.weight = nn.Parameter(torch.empty(dim, 1, width))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
         self.reset_parameters()

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import RMSNorm, projection
 
 EPS = 1e-5  # of the norms other than LayerNorm over D, where `norm_eps` says nothing
@@ -80,7 +79,6 @@ def make_gate(kind: bool | str, rank: int | str | None, dim: int, width: int, he
     if rank is None:
         return projection(dim, width, False)
     inner = head_dim if rank == "head_dim" else int(rank)
-    check_memory_limit(dim * inner, f"a gate of rank {inner}", "lower layer.gate_rank")
     return nn.Sequential(projection(dim, inner, False), projection(inner, width, True))
 
 

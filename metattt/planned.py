@@ -20,7 +20,6 @@ from metattt.inner.planning import make_plan
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner
 from metattt.memory import fits
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import transformed
 from metattt.optimizers.base import InnerOptimizer
 from metattt.sequence_layer import SequenceLayer
@@ -46,7 +45,6 @@ class PlannedLayer(SequenceLayer):
     def check_settings(self) -> None:
         super().check_settings()
         dim, num_heads, learner, optimizer = self.dim, self.num_heads, self.learner, self.optimizer
-        check_memory_limit(dim * dim, f"a layer of dim={dim}", "lower dim")
         for key, kind in (("task", Task), ("learner", Learner), ("optimizer", InnerOptimizer)):
             if not isinstance(part := getattr(self, key), kind):
                 name = f"class ({part.__name__})" if isinstance(part, type) else type(part).__name__

@@ -242,10 +242,22 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     called = re.search(r"Error in call to target '(.*?)'", text)
     if called is None:
         return f"{key}: {first_line(cause)}"
+    if line := out_of_memory(cause):
+        return f"{key}: {line}"
     leave = f"; {key}=custom has no settings but yours" if key in CUSTOM and "keyword argument" in str(cause) else ""
     frame = traceback.extract_tb(cause.__traceback__)[-1]
     said = f"{called[1]} raised {type(cause).__name__}: {first_line(cause)}"
     return f"{key}: {said} ({frame.filename}:{frame.lineno}){leave}"
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """The message for tensors that do not fit into memory; None for other errors."""
+    said = str(error)
+    if not isinstance(error, MemoryError) and not re.search("out of memory|(can't allocate|not enough) memory", said):
+        return None
+    tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", said)
+    more = f" for another {tried[1]}" if tried else ""
+    return f"there is not enough memory{more}: make the batch, the sequences or the model smaller"
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -12,7 +11,6 @@ from metattt.component import Component
 from metattt.errors import MetaTTTError
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.weight import Weight, chosen, declared, step_factors
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import standardize
 from metattt.setting import setting
 
@@ -98,11 +96,6 @@ class Learner(Component, ABC):
                 weights = chosen(weights, self.trainable, type(self).__name__)
             if self.step_scale is not None:
                 self.step_scales.update(step_factors(weights, self.step_scale, type(self).__name__))
-            check_memory_limit(
-                num_heads * sum(math.prod(weight.shape) for weight in weights.values()),
-                f"a {type(self).__name__} learner",
-                "lower the sizes of learner, or dim",
-            )
             for name, weight in weights.items():
                 sample = weight.sample(num_heads)
                 self.shapes[name] = tuple(sample.shape)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.duality import duality
 from metattt.modules import convolution, exact, step_bias
@@ -86,11 +85,6 @@ class Mamba2(Mixer):
                 f"layer.ngroups={ngroups} does not divide the {heads} heads: change it, or layer.head_dim"
             )
         convolved = width + 2 * ngroups * d_state
-        check_memory_limit(
-            dim * (2 * width + convolved + heads) + self.conv_width * convolved,
-            f"a Mamba-2 layer of dim={dim}",
-            "lower dim, layer.expand, layer.d_state or layer.ngroups",
-        )
         self.width, self.heads, self.head_dim = width, heads, head
         self.in_proj = nn.Linear(dim, width + convolved + heads, bias=False)
         self.conv1d = convolution(convolved, self.conv_width)

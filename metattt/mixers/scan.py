@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.chunks import by_chunks
 from metattt.modules import convolution, exact
@@ -41,8 +40,6 @@ class ScanBlock(Mixer):
     def create_modules(self) -> None:
         dim, d_state = self.dim, self.d_state
         width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)
-        what, advice = f"a {type(self).__name__} layer", "lower dim, layer.expand, layer.d_state or layer.dt_rank"
-        check_memory_limit(width * (3 * dim + 2 * rank + 2 * d_state), f"{what} of dim={dim}", advice)
         self.width, self.rank = width, rank
         self.in_proj = nn.Linear(dim, 2 * width, bias=False)
         self.conv1d = convolution(width, self.conv_width)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,6 @@ from metattt.declared import Declared
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import require_causal
 from metattt.inner.packing import Packing
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import CausalConv, RMSNorm, transformed
 from metattt.native import passes
 from metattt.sequence_layer import SequenceLayer
@@ -219,6 +221,24 @@ def check_blocks(key: str, count: int, numbers: int) -> None:
     Raises:
         MetaTTTError: they take more than the machine's memory, on whatever device their parameters are.
     """
-    check_memory_limit(count * numbers, f"a model of {key}={count}", f"lower {key}, dim or the width of the MLPs")
-    with torch.device("cpu"):  # what a block takes beside its parameters is there on any device
-        check_memory_limit(count * OVERHEAD, f"a model of {key}={count}", f"lower {key}")
+    size = 4 * count * max(OVERHEAD, numbers if torch.get_default_device().type == "cpu" else 0)
+    if size > (room := memory()):
+        raise MetaTTTError(
+            f"a model of {key}={count} would take {size / 1e9:,.1f} GB, and this machine has {room / 1e9:,.1f} GB: "
+            f"lower {key}, dim or the width of the MLPs"
+        )
+
+
+@cache
+def memory() -> float:
+    """Bytes of memory that this process may use; infinite if the system does not report it."""
+    found = []
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        found.append(float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text().strip()
+        except OSError:
+            continue
+        found += [float(text)] if text.isdigit() else []
+    return min(found, default=math.inf)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.diagnostics import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
-from metattt.memory_limit import check_memory_limit
 from metattt.models.block import INIT_STD, Backbone, pattern_of, take
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import RMSNorm
@@ -89,9 +88,6 @@ class LanguageModel(Backbone):
 
     def create_modules(self) -> None:
         dim, vocab_size = self.dim, self.vocab_size
-        check_memory_limit(
-            dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim"
-        )
         self.embedding = nn.Embedding(vocab_size, dim)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         layers = pattern_of(take(self, "layer"), take(self, "pattern"), self.num_layers)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.learners.depthwise import Depthwise
-from metattt.memory_limit import check_memory_limit
 from metattt.models.block import check_blocks, check_function
 from metattt.optional import need
 from metattt.registry import register
@@ -98,10 +97,6 @@ class ImageTransformer(VisionTransformer):
                 f"model.position=sincos2d needs a width that is a multiple of 4, not {embed_dim}: set position=learned"
             )
         check_blocks("model.depth", depth, int((2 * mlp_ratio + 1) * embed_dim**2))
-        tokens = (img_size // patch_size) ** 2
-        check_memory_limit(
-            tokens * embed_dim, f"an image of {tokens} tokens", "lower model.img_size, or raise model.patch_size"
-        )
         super().__init__(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim,
             depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False,

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import affine
 from metattt.optimizers.base import InnerOptimizer
 from metattt.optimizers.momentum import Gate, check_gate
@@ -95,7 +94,6 @@ class Append(InnerOptimizer, takes=()):
             self.level_scale = nn.Parameter(torch.ones(num_heads, self.levels))
         if self.channels:
             count = head_dim if self.channels == "head_dim" else int(self.channels)
-            check_memory_limit(num_heads * count * dim, f"decays of {count} channels", "lower optimizer.channels")
             self.channel_weight = nn.Parameter(torch.randn(num_heads, count, dim) * 0.02)
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[DataGates, Tensors]:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import affine, step_bias
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import StepSize
@@ -73,7 +72,6 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
         super().build(dim, num_heads, head_dim)
         inner = dim if self.rank is None else head_dim if self.rank == "head_dim" else int(self.rank)
         width = num_heads * head_dim  # of all heads
-        check_memory_limit(dim * inner, f"a projection of rank {inner}", "lower optimizer.rank")
         self.down = None if self.rank is None else nn.Parameter(torch.randn(inner, dim) * 0.02)
         self.up = nn.Parameter(torch.randn(width, inner) * 0.02)
         if self.decay == "softplus":

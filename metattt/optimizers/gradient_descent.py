@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import RECORDING, affine, made_once, rounds, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
@@ -106,7 +105,6 @@ class GradientDescent(StepSize):
                     f"optimizer.token_steps={self.token_step_sharing} has a number for each place in a mini-batch, and "
                     "with optimizer.mini_batch_size=null it is as long as the call: set optimizer.token_steps=none"
                 )
-            check_memory_limit(heads * self.mini_batch_size, "the token steps", "lower optimizer.mini_batch_size")
             self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
             self.fixed = (*self.fixed, "mini_batch_size")
 

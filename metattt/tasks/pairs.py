@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import normalize, projection
 from metattt.registry import register
 from metattt.setting import setting
@@ -33,7 +32,6 @@ class Pairs(Reconstruction, takes=("count", "feature_map", "normalize_qk", "shor
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
         width = self.count * num_heads * head_dim
-        check_memory_limit(2 * dim * width, f"{self.count} pairs a token", "lower task.count")
         self.k, self.v = projection(dim, width, False), projection(dim, width, False)
         if self.short_conv is not None:
             self.make_convolutions(num_heads * head_dim, width)

@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import normalize
 from metattt.registry import register
 from metattt.setting import setting
@@ -31,7 +30,6 @@ class RWKV7Views(Reconstruction, takes=()):
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
         rank, width = head_dim if self.rank == "head_dim" else int(self.rank), num_heads * head_dim
-        check_memory_limit(dim * rank, f"a projection of rank {rank}", "lower task.rank")
         self.rate_down = nn.Parameter(torch.randn(rank, dim) * 0.02)
         self.rate_up = nn.Parameter(torch.randn(width, rank) * 0.02)
         self.rate_bias = nn.Parameter(torch.zeros(width))

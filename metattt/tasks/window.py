@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.memory_limit import check_memory_limit
 from metattt.modules import document_tail
 from metattt.registry import register
 from metattt.setting import setting
@@ -51,7 +50,6 @@ class WindowViews(Reconstruction, takes=TAKEN):
             self.gate_bias = nn.Parameter(torch.zeros(num_heads))
         if self.degree > 1:
             wide = sum(math.comb(head_dim + i - 1, i) for i in range(1, self.degree + 1))
-            check_memory_limit(num_heads * wide * head_dim, f"features of degree {self.degree}", "lower task.degree")
             self.input_dim = wide
             roots = [math.factorial(i) ** -0.5 for i in range(1, self.degree + 1)]
             self.coefficient_roots = nn.Parameter(torch.tensor(roots))  # √s

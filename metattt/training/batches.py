@@ -8,7 +8,6 @@ from typing import Any
 from lightning import Trainer
 
 from metattt.errors import MetaTTTError
-from metattt.memory_limit import check_memory_limit
 
 
 def plan_batches(
@@ -58,7 +57,6 @@ def plan_batches(
         )
     share = count // world_size
     most = min(batch_size, share)
-    check_memory_limit(2 * most * context_length, f"a batch of {most} {unit}", "lower data.batch_size")
     size = next(size for size in range(most, 0, -1) if share % size == 0)
     return size, share // size
 
