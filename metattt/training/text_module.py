@@ -62,8 +62,7 @@ class LanguageModeling(OuterLoop):
         self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
         self.scanned: Collection[int] = ()  # blocks with time-parallel scans there
         self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
-        self.token_bytes: Tensor
-        self.register_buffer("token_bytes", token_bytes, persistent=False)
+        self.token_bytes = token_bytes  # no buffer: callbacks that average weights would average it, and round it down
         self.knows_bytes = bool(token_bytes.any())
 
     def configure_model(self) -> None:
@@ -94,6 +93,7 @@ class LanguageModeling(OuterLoop):
 
     def _with_counts(self, nats: Tensor, labels: Tensor) -> Tensor:
         real = labels != NO_TOKEN
+        self.token_bytes = self.token_bytes.to(labels.device)
         counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
 

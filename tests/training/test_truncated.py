@@ -13,6 +13,7 @@ from processes_for_tests import two_processes
 from runs_for_tests import TINY, column
 from saved import SavedBytes
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from metattt.cli import main
 from metattt.data.windows import NO_TOKEN
@@ -173,3 +174,13 @@ def test_a_mini_batch_of_a_whole_call_has_no_chunks(layer: str, corpus: Path, tm
     """Chunks would train another model than validation reads."""
     given = (*layer.split(), "optimizer.mini_batch_size=null", "training.chunk=4", f"data.path={corpus}")
     assert "so it needs training.chunk=null" in told("train", *SHORT, *given, f"output_dir={tmp_path / 'run'}").replace("\n", " ")
+
+
+def test_an_average_of_weights_leaves_the_bytes_of_tokens() -> None:
+    """torch's average of a whole number is rounded down, and Lightning's callbacks average buffers, too."""
+    own = module(tiny("layer=attention"))
+    own.token_bytes = torch.arange(VOCABULARY)
+    average = AveragedModel(own, use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(3):
+        average.update_parameters(own)
+    assert average.module.sums(windows())[2] == own.sums(windows())[2]
