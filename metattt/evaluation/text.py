@@ -4,6 +4,7 @@ inner loops."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     totals = ((name, one.tokens, one.loss, one.perplexity, one.bits_per_byte) for name, one in scores.items())
     runs = {name: data_of(one) for name, one in job.known.items()}
     others = [name for name, run in runs.items() if not run or run.get("path") != texts[name].get("path")]
+    if split == "validation" and others:  # a copy of the text, or its path written in another way, is its text
+        with suppress(MetaTTTError):  # one that has nothing to train on is no run's
+            changed = _changed(job.known, data)
+            others = [name for name in others if name in changed or job.known[name].data is None]
     if split == "validation" and others:
         line = f"{', '.join(others)}: this is not the text of its run, which may have trained on what is held out here"
         job.console.print(line)

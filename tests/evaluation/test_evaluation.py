@@ -251,8 +251,12 @@ def test_text_that_a_run_may_have_trained_on_is_said(runs: Path, tmp_path: Path,
     given = (f"checkpoint={runs / 'linear'}", f"output_dir={tmp_path / 'out'}", "device=cpu")
     evaluate(compose(*given, job="eval"))
     assert "trained on" not in capsys.readouterr().out
-    shutil.copytree(runs / "text", tmp_path / "text")
-    evaluate(compose(*given, f"data.path={tmp_path / 'text'}", job="eval"))
+    copied = shutil.copytree(runs / "text", tmp_path / "text")
+    evaluate(compose(*given, f"data.path={copied}", job="eval"))
+    assert "trained on" not in capsys.readouterr().out  # the same text at another place
+    for file in copied.glob("*.txt"):
+        file.write_bytes(file.read_bytes()[::-1])
+    evaluate(compose(*given, f"data.path={copied}", job="eval"))
     assert "linear: this is not the text of its run, which may have trained on" in capsys.readouterr().out
     file = next((runs / "text").glob("*.txt"))
     content = file.read_bytes()
