@@ -78,11 +78,10 @@ def prepare(cfg: DictConfig) -> int:
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except Exception as error:
         raise _in_one_line(error, folder) from error
-    table = Table("split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens")))
+    table = Table("split", *(f"{column:>16}" for column in ("documents", "bytes of text", "tokens")))
     table.title = _shown(folder)
     for split, counts in manifest["splits"].items():
-        megabytes, tokens = counts["bytes"] / 1e6, counts["tokens"] / 1e6
-        table.add_row(split, f"{counts['documents']:>10,}", f"{megabytes:>10,.1f}", f"{tokens:>10,.2f}")
+        table.add_row(split, *(f"{counts[key]:>16,}" for key in ("documents", "bytes", "tokens")))
     console.print(table)
     return 0
 

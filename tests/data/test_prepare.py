@@ -91,8 +91,10 @@ def test_the_shards_hold_the_documents_and_the_manifest_counts_them(corpus: Path
     assert data.sample_document() == chosen[0][: len(data.sample_document())] and len(chosen[0]) > 100
 
 
-def test_workers_change_nothing(corpus: Path, prepared: Path, tmp_path: Path) -> None:
+def test_workers_change_nothing(corpus: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(corpus, tmp_path / "two", "workers=2") == 0
+    said, splits = capsys.readouterr().out, json.loads((prepared / "manifest.json").read_text())["splits"]
+    assert all(f" {count:,} " in said for split in splits.values() for count in split.values())  # as they were counted
     assert content(tmp_path / "two") == content(prepared)
 
 
