@@ -38,8 +38,8 @@ HOMES = {
 }  # fmt: skip
 """Group -> our package whose modules register it, where that is not one of the parts of a layer."""
 
-OF_TRAINING = ("training", "callback", "logger", "strategy")
-"""Groups that a model is trained with, and that nothing else needs."""
+OF_TRAINING = ("training", "trainer", "callbacks", "logger")
+"""Keys of a configuration with which a model is trained, and which nothing else needs."""
 
 REFERENCE = re.compile(r"\$\{\w+(\.\w+)*\}")  # to another value of the configuration; nothing that is computed
 LIBRARIES = (
@@ -127,12 +127,12 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
 def record_config(
     record: Mapping[str, Any], origin: Path, skip: Collection[str] = (), trust: Collection[str] = ()
 ) -> DictConfig:
-    """The configuration of a checked record, ready to be instantiated but for the components of the groups in `skip`.
+    """The configuration of a checked record, ready to be instantiated but for the keys in `skip`.
 
     Args:
         record: as `checked_record` returns it.
         origin: the file that it is from.
-        skip: groups whose components need not be known here.
+        skip: keys of which only the settings are kept: their classes need not be known here, or trusted.
         trust: modules of the user's whose classes it may name.
 
     Raises:
@@ -140,10 +140,15 @@ def record_config(
     """
     trust = modules(trust)
     try:
-        config = OmegaConf.create(to_targets(record["config"], origin, skip, trust))
+        written = {
+            key: _settings_of(node) if key in skip else to_targets(node, origin, trust)
+            for key, node in record["config"].items()
+        }
+        config = OmegaConf.create(written)
         OmegaConf.to_container(config, resolve=True)  # references that lead nowhere, or in a circle
     except Untrusted as error:
-        needed = [*trust, *(one for one in own_modules(record["config"]) if one not in trust)]
+        used = {key: node for key, node in record["config"].items() if key not in skip}
+        needed = [*trust, *(one for one in own_modules(used) if one not in trust)]
         advice = f"If you trust that code, and know that the file means it: add {as_override(needed)}"
         raise MetaTTTError(f"{error}\n{advice}") from error
     except (OmegaConfBaseException, RecursionError) as error:
@@ -173,21 +178,28 @@ def to_names(node: Any, names: Mapping[str, tuple[str, str]] | None = None) -> A
     return {COMPONENT: "=".join(names[target]), COMPONENT_VERSION: version_of(*names[target])} | written
 
 
-def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Collection[str] = ()) -> Any:
+def _settings_of(node: Any) -> Any:
+    """A configuration without the classes that it names, which cannot be instantiated."""
+    if isinstance(node, list):
+        return [_settings_of(one) for one in node]
+    if not isinstance(node, dict):
+        return node
+    return {key: _settings_of(value) for key, value in node.items() if key != "_target_"}
+
+
+def to_targets(node: Any, origin: object, trust: Collection[str] = ()) -> Any:
     """The configuration that `to_names` wrote, ready to be instantiated; arguments and errors as of `record_config`."""
     if isinstance(node, list):
-        return [to_targets(one, origin, skip, trust) for one in node]
+        return [to_targets(one, origin, trust) for one in node]
     if not isinstance(node, dict):
         return node
     if COMPONENT not in node:
         if "_target_" in node:
             check_target(node["_target_"], node, origin, trust)
-        return {key: to_targets(value, origin, skip, trust) for key, value in node.items()}
+        return {key: to_targets(value, origin, trust) for key, value in node.items()}
     group, equals, name = str(node[COMPONENT]).partition("=")
     if not equals or "_target_" in node:
         raise MetaTTTError(f"{origin} names a component as {node[COMPONENT]!r}: it must be group=name, and alone")
-    if group in skip:
-        return node
     if (group, name) not in REGISTERED:
         load_components()
         load_components((HOMES[group],) if group in HOMES else ())
@@ -204,7 +216,7 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
         )
     parameters = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
     check_keys(f"{group}={name}", target, parameters, origin)
-    return {"_target_": target} | to_targets(parameters, origin, skip, trust)
+    return {"_target_": target} | to_targets(parameters, origin, trust)
 
 
 # -- what a file may say -----------------------------------------------------------------------------------------------

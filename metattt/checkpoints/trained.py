@@ -67,7 +67,7 @@ def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: C
 
     Args:
         path: as for `find_checkpoint`.
-        skip: groups whose components need not be known here.
+        skip: keys of the configuration whose classes need not be known here (`record_config`).
         trust: modules of the user's whose classes it may name.
 
     Raises:

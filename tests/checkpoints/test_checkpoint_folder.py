@@ -316,6 +316,7 @@ def test_a_class_that_is_trusted_on_the_command_line() -> None:
     for trust, advice in (((), r"add trust=\[a,b\]$"), ("b", r"add trust=\[b,a\]$")):  # of all, once
         refusal(partial(record_config, named, Path("run"), trust=trust), match=advice)
     assert record_config(named, Path("run"), trust=["a", "b"]).task == {"_target_": "b.Task"}
+    assert record_config(named, Path("run"), skip=("task",), trust="a").task == {}  # settings alone
     assert modules(None) == () and modules("a.b") == ("a.b",) and modules(["a", "b"]) == ("a", "b")
     for bad in ("a b", "", "a..b", 3):
         with pytest.raises((MetaTTTError, TypeError)):
