@@ -56,6 +56,28 @@ def test_data_of_ones_own_need_not_describe_itself() -> None:
     assert Bits().describe() == "Bits"
 
 
+class Waves(SequenceData):
+    """Vectors and labels as NumPy makes them: float64."""
+
+    inputs, length = 1, 8
+
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        wave = np.sin(np.arange(self.length + 1) + random.uniform(0, 6))
+        return wave[:-1, None], wave[1:]
+
+
+class SmallIds(Bits):
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        ids, labels = super().draw(random)
+        return ids.astype(np.uint8), labels.astype(np.int16)
+
+
+def test_models_read_what_numpy_draws() -> None:
+    numbers, ids = Waves().train_dataloader(), SmallIds().train_dataloader()
+    assert all(part.dtype == torch.float32 for batch in numbers for part in batch)
+    assert all(part.dtype == torch.int64 for batch in ids for part in batch)
+
+
 def evaluated(run: Path, *overrides: str) -> Any:
     return evaluate(compose(f"checkpoint={run}", *overrides, "device=cpu", job="eval"))[run.name]
 
