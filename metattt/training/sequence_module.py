@@ -79,7 +79,9 @@ class SequenceJob(Job):
         cfg, data = self.cfg, self.data
         if data.vocab_size is not None:
             if "vocab_size" not in cfg.model:
-                raise MetaTTTError("recall needs a language model: set experiment=recall, or model=language_model")
+                raise MetaTTTError(
+                    f"ids ({data.describe()}) need model=language_model (for data=recall: experiment=recall)"
+                )
             if data.vocab_size > cfg.model.vocab_size:
                 raise MetaTTTError(
                     f"the sequences have {data.vocab_size} different ids and the model {cfg.model.vocab_size}: "
@@ -87,7 +89,7 @@ class SequenceJob(Job):
                 )
         elif "in_features" not in cfg.model:
             raise MetaTTTError(
-                "regression in context needs a model that reads vectors: set experiment=in_context, or model=regression"
+                f"vectors ({data.describe()}) need model=regression (for data=in_context: experiment=in_context)"
             )
         elif data.inputs != cfg.model.in_features:
             raise MetaTTTError(
