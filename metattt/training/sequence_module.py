@@ -28,7 +28,8 @@ class LabelledSequences(OuterLoop):
         self.model.check_causal()
 
     def batch_loss(self, batch: Batch) -> Tensor:
-        return losses_and_hits(*labelled_predictions(self.model, *batch))[0].mean()
+        losses, _ = losses_and_hits(*labelled_predictions(self.model, *batch))
+        return losses.mean() if len(losses) else losses.sum()  # a batch that asks nothing teaches nothing
 
     def shortest_loss(self) -> Tensor:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)

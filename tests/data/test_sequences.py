@@ -28,6 +28,7 @@ from metattt.data.sequences import NO_LABEL, PARTS, SequenceData, home_of
 from metattt.evaluation import sequences
 from metattt.evaluation.evaluate import evaluate
 from metattt.measures.labelled import labelled_predictions, losses_and_hits
+from metattt.training.sequence_module import LabelledSequences
 from metattt.training.train import train
 
 RECALL = (
@@ -197,6 +198,15 @@ def test_losses_are_those_of_all_logits() -> None:
     expected = F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="none")[labels != NO_LABEL]
     assert torch.allclose(losses, expected, rtol=1e-12, atol=0)
     assert hits is not None and torch.equal(hits.bool(), (logits.argmax(-1) == labels)[labels != NO_LABEL])
+
+
+@pytest.mark.parametrize("kind", ["recall", "in_context"])
+def test_a_batch_that_asks_nothing_teaches_nothing(kind: str) -> None:
+    model: Any = instantiate_model(compose(f"experiment={kind}", "layer=attention", "dim=8", "num_heads=1"))
+    inputs, labels = (torch.zeros(1, 4, dtype=torch.long), NO_LABEL) if kind == "recall" else (torch.zeros(1, 4, 9), torch.nan)
+    loss = LabelledSequences(model, None, {}).batch_loss((inputs, torch.full((1, 4), labels)))
+    loss.backward()
+    assert loss == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("layer", ["ttt_linear", "attention"])
