@@ -107,11 +107,11 @@ class Attached:
 
     def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: Call, about: dict[str, Any]):
         self.model, self.modules, self._call, self._about = model, modules, call, about
+        self._fixed = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are new, by name. To train these alone, freeze the others first:
-        `model.requires_grad_(False)`, then `requires_grad_()` of these. Adapters of peft inside of the attached layers
-        are no part of these, and do not change their names."""
+        """The parameters that are new, by name. Adapters of peft inside of the attached layers are no part of these,
+        and do not change their names."""
         for name, module in self.modules.items():
             held = {id(one) for one in module.pretrained.parameters()}
             wrapped = ("base_layer", "original_module")
@@ -122,8 +122,10 @@ class Attached:
                     yield f"{name}.{plain}", parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of `named_parameters`, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
+        """Those of `named_parameters` that train, for an optimizer: without a W0 that stays 0, as that of delta rules.
+        To train these alone, freeze the others first: `model.requires_grad_(False)`, then `requires_grad_()` of these.
+        """
+        return (parameter for name, parameter in self.named_parameters() if name not in self._fixed)
 
     def detach(self) -> None:
         """Puts the pretrained modules back into their places, but where something else stands by now."""

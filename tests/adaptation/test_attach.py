@@ -269,6 +269,16 @@ def test_five_steps_of_the_trainer_change_the_chosen_weights_alone(kind: str, tm
     assert moved and moved <= new
 
 
+def test_what_an_optimizer_gets_leaves_a_fixed_w0_where_it_is() -> None:
+    own = attach(llama(), ATTENTION, layer="delta_net")
+    fixed = {name for name, parameter in own.named_parameters() if not parameter.requires_grad}
+    assert fixed and all(name.endswith("learner.init.w1") for name in fixed)
+    own.model.requires_grad_(False)
+    for parameter in own.parameters():
+        parameter.requires_grad_()
+    assert fixed == {name for name, parameter in own.named_parameters() if not parameter.requires_grad}
+
+
 @pytest.mark.parametrize(("targets", "whole"), [(["q_proj", "v_proj", "up_proj"], ["layer"]), ("all-linear", None)])
 @pytest.mark.parametrize("kind", ["ttt_linear", "in_place"])
 def test_peft_beside_it(kind: str, targets: Any, whole: Any, tmp_path: Path) -> None:
