@@ -262,6 +262,8 @@ def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
     """Title and result of every law; where the module cannot read tokens at all, that alone."""
     try:
         subject.first = subject(subject.tokens())[0].detach()
+        if subject.first.shape[:2] != (2, subject.length):  # laws that compare what is there would pass
+            raise ValueError(f"outputs are {list(subject.first.shape)}, expected one for each token, [B, T, ...]")
         subject.rounds = _rounds(subject)
     except Exception as failure:  # whatever a foreign module raises
         shape = [2, subject.length, subject.dim]

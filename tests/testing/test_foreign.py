@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -145,6 +146,16 @@ def test_sound_layers_break_no_law(make: type[nn.Module]) -> None:
 
 def test_dropout_is_no_fault() -> None:
     assert not [title for title, found in examine(Subject(Dropout, DIM)) if found.failed]
+
+
+@pytest.mark.parametrize("lost", [lambda x: x[:, 1:], lambda x: x.mean(1)])
+def test_a_layer_without_an_output_for_every_token_passes_nothing(lost: Callable[[Tensor], Tensor]) -> None:
+    class Lossy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return lost(super().forward(x))
+
+    ((title, found),) = examine(Subject(partial(Lossy, DIM, DIM), DIM))
+    assert title == "it reads tokens" and found.failed and "one for each token" in found.note
 
 
 def test_rounding_inside_is_no_fault_and_hides_none() -> None:
