@@ -164,6 +164,16 @@ def test_rounding_inside_is_no_fault_and_hides_none() -> None:
     assert [title for title, found in examine(Subject(partial(Rounding, "split"), DIM)) if found.failed] == [SPLITS]
 
 
+def test_a_parameter_that_is_read_in_float32_is_no_fault() -> None:
+    class Scaled(Decay):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)[0] * self.w.bias.float()
+
+    found = dict(examine(Subject(Scaled, DIM)))[DERIVATIVES]
+    assert not found.failed and "rounding" in found.note
+    assert dict(examine(Subject(partial(Decay, "gradient"), DIM)))[DERIVATIVES].failed
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cells.py").write_text(
         "import torch\nclass Plain(torch.nn.Module):\n"
