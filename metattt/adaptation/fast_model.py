@@ -315,7 +315,7 @@ def _chosen(
             )  # fmt: skip
             raise MetaTTTError(f"{path} {why}")
         else:  # a bias, or a parameter that another module reads
-            left += [path] if parameter.ndim == 2 and _widths(module) else []
+            left += [path] if parameter.ndim == (2 if _widths(module) else 3 if _of_experts(name) else -1) else []
             del keys[id(parameter)]
     if left:
         what = "linear maps that are not applied to each document by itself"
@@ -326,7 +326,8 @@ def _chosen(
         raise MetaTTTError(
             f"fast={', '.join(unused) or fast} names no parameter that may learn: give one of {', '.join(CHOICES)}, or "
             f"patterns such as {next((name for name, one in model.named_parameters() if one.ndim == 2), '*')}"
-            f"{'; rank is for the matrices of linear maps: leave it out' if low_rank else ''}"
+            f"{'; rank is for the matrices of linear maps: leave it out' if low_rank and fast != 'lora' else ''}"
+            f"{f'; frozen_blocks={frozen_blocks} may leave none' if frozen_blocks else ''}"
         )
     return places
 
@@ -335,10 +336,15 @@ def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
     """Whether a module's parameters belong to one of `CHOICES`."""
     if fast == "norms":
         return "norm" in type(module).__name__.lower()
-    inside = name.startswith(f"{blocks}.") and _widths(module) != ()
+    inside = name.startswith(f"{blocks}.") and (_widths(module) != () or _of_experts(name))
     if fast == "mlp":
         return inside and bool(set(name.split(".")) & set(MLP))
     return fast == "all" or inside
+
+
+def _of_experts(name: str) -> bool:
+    """Whether a module holds the experts of a mixture, whose matrices lie in one tensor."""
+    return "experts" in name.split(".")
 
 
 def _blocks(model: nn.Module, called: set[str]) -> str:

@@ -315,6 +315,14 @@ def test_linear_maps_that_are_left_out_are_named(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     refusal(lambda: Adapter(model, "mlp"), match="fast=mlp names no parameter")
     assert "fast=mlp leaves out 4 linear maps" in caplog.text  # why there is none
+    refusal(lambda: Adapter(model, "lora", frozen_blocks=2), match="frozen_blocks=2 may leave none")
+
+
+@pytest.mark.parametrize("fast", ["lora", "all"])
+def test_experts_that_are_left_out_are_named(fast: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = hf_for_tests.llama("Mixtral", vocab_size=V, num_key_value_heads=1, num_local_experts=2)
+    assert not any("experts" in name for name in Adapter(made, fast).fast.start)
+    assert f"fast={fast} leaves out 4 linear maps" in caplog.text and "mlp.experts.gate_up_proj" in caplog.text
 
 
 def test_a_list_of_modules_inside_of_a_block_is_not_the_blocks() -> None:
