@@ -173,10 +173,10 @@ def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job
             continue
         others = {"layer", *LAYER_PARTS} - {part}
         known = {*groups(job), SEARCH_PATH} - others
-        given = [one for one in overrides if (key := key_of(one)) in known or key.startswith(f"{part}.")]
-        alone, chosen_alone = _compose([*given, *(f"{one}=custom" for one in sorted(others))], job)
-        if chosen_alone[part] == "custom":  # otherwise the file of the layer has chosen it
-            cfg[part] = alone[part]
+        given = [one for one in overrides if key_of(one) in known] + [f"{one}=custom" for one in sorted(others)]
+        if _compose(given, job)[1][part] == "custom":  # otherwise the file of the layer has chosen it
+            of_part = [one for one in overrides if key_of(one).startswith(f"{part}.")]
+            cfg[part] = _compose([*given, *of_part], job)[0][part]
 
 
 def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None:

@@ -149,6 +149,12 @@ def test_a_layer_may_choose_a_custom_part_and_set_it(tmp_path: Path) -> None:
     (tmp_path / "layer" / "mine.yaml").write_text(text + "optimizer:\n  _target_: a.B\n  rank: 3\n")
     cfg = compose(f"hydra.searchpath=[file://{tmp_path}]", "layer=mine", job="build")
     assert dict(cfg.optimizer) == {"_target_": "a.B", "rank": 3}
+    where = f"hydra.searchpath=[file://{tmp_path}]"
+    cfg = compose(where, "layer=mine", "optimizer.rank=5", "++optimizer.mean=true", job="build")
+    assert dict(cfg.optimizer) == {"_target_": "a.B", "rank": 5, "mean": True}
+    refusal(lambda: compose(where, "layer=mine", "optimizer.mean=true"), "`++optimizer.mean=<value>`")
+    stack = compose(where, "model.blocks=[mine,ttt_linear]", "model.blocks.mine.optimizer.rank=7")
+    assert stack.model.blocks.layers.mine.optimizer.rank == 7
 
 
 def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
