@@ -132,7 +132,8 @@ def read_pattern(pattern: Any) -> list[tuple[str, list[str]]]:
                 f"`{KEY}={str(pattern)[:60]}` is no pattern of at most {MOST:,} layers: write "
                 f'{KEY}=[ttt_mlp,ttt_mlp,window_attention], or "{KEY}=ttt_mlp*2+window_attention"'
             )
-        pairs = ((key, value if isinstance(value, dict) else {"": value}) for key, value in own.items())
+        pairs = [(key, value if isinstance(value, dict) else {"": value}) for key, value in own.items()]
+        pairs = [(key, {"": "custom"} | inside if "_target_" in inside else inside) for key, inside in pairs]
         written = {f"{key}.{inner}".rstrip("."): one for key, inside in pairs for inner, one in inside.items()}
         settings = [_read_setting(f"{KEY}.{len(entries)}.{key}={shown(value)}") for key, value in written.items()]
         entries += [(match[1], [setting.override for setting in settings])] * count
@@ -147,6 +148,8 @@ def _layer(
     """The configuration of one entry's layer, with its parts inside."""
     said = {KEY, *map(key_of, given)}
     shared = [one for one in overrides if key_of(one) not in said]
+    own = tuple(f"{part}." for part in PARTS if f"{part}=custom" in given)  # their keys need no `+`, as in `prepare`
+    given = [f"++{one}" if one.startswith(own) else one for one in given]
     try:
         cfg = compose([*shared, f"layer={name}", *given])
         found: Any = OmegaConf.to_container(cfg.layer, resolve=True)

@@ -157,6 +157,14 @@ def test_a_layer_may_choose_a_custom_part_and_set_it(tmp_path: Path) -> None:
     assert stack.model.blocks.layers.mine.optimizer.rank == 7
 
 
+def test_an_entry_of_a_pattern_may_have_a_class_of_ones_own() -> None:
+    written = compose("model.blocks=[{layer: kda, optimizer: {_target_: a.B, rank: 5}},ttt_linear]")
+    keys = ("model.blocks.kda.optimizer=custom", "model.blocks.kda.optimizer._target_=a.B", "model.blocks.kda.optimizer.rank=5")
+    for cfg in (written, compose("model.blocks=[kda,ttt_linear]", *keys)):
+        assert dict(cfg.model.blocks.layers.kda.optimizer) == {"_target_": "a.B", "rank": 5}
+        assert cfg.model.blocks.layers.kda.task.short_conv == 4
+
+
 def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
     default = compose()
     cfg = compose("callbacks.progress=null", "logger.csv=null")
