@@ -61,7 +61,9 @@ class Law:
         """
         _takes_any_length(spec.sample)
         error = self.worst_error(spec)
-        if error <= self.bound or self.reason is None or not math.isfinite(error):
+        if not math.isfinite(error):
+            return Found(error, self.bound, _diverged(spec), True)
+        if error <= self.bound or self.reason is None:
             return Found(error, self.bound, "", not error <= self.bound)
         measured, words = self.reason(spec)
         if not FACTOR * measured < MEANINGLESS:
@@ -70,6 +72,13 @@ class Law:
             return Found(error, self.bound, f"{words}, which explains no more than the usual bound", True)
         bound = FACTOR * measured
         return Found(error, bound, f"{words}, {FACTOR:.0f} times that is allowed", not error <= bound)
+
+
+def _diverged(spec: Specimen) -> str:
+    """What explains an infinite error, if outputs are not finite."""
+    with torch.no_grad():
+        finite = spec.sample(spec.tokens(extra=32))[0].isfinite().all()
+    return "" if finite else "outputs are not finite: the inner loop diverges"
 
 
 def groups(spec: Specimen) -> float:

@@ -52,7 +52,7 @@ def alone(spec: Specimen) -> float:
     """A sequence has the outputs that it has without the others of its batch."""
     layer, x = spec.sample, spec.tokens()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        if distance(layer(x)[0], layer(x)[0]) > 1e-12:
+        if 1e-12 < distance(layer(x)[0], layer(x)[0]) < math.inf:
             raise NotApplicable("every call draws new random numbers")
     # as the first row: by its place a sequence draws its noise
     return max(distance(run(layer, rows[:1]).y, run(layer, rows).y[:1]) for rows in (x, x.flip(0)))

@@ -31,6 +31,16 @@ class RawTable(Learner):
         return w.linear(x, "w") + torch.tanh(x) @ w._fast["w"].expand(x.shape[0], -1, -1, -1)
 
 
+class Explodes(Learner):
+    """Finite for the first tokens only."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out))}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.linear(x, "w").square().exp()
+
+
 class WrongAlgebra(GradientDescent):
     """Coefficients that are not those of the recurrence: carried weights move twice as far."""
 
@@ -218,6 +228,12 @@ def test_a_rule_that_rounding_turns_around_is_not_judged() -> None:
     spec = specimen_of(compose("layer=ttt_mlp", "optimizer=adam", "dim=16", "num_heads=2", job="check"))
     with pytest.raises(NotApplicable, match=r"moves gradients by .*e-01: a wrong result would not be noticed"):
         LAWS["precision_gradients"].judge(spec)
+
+
+@pytest.mark.parametrize("law", ["forms", "alone", "threads"])
+def test_a_layer_that_diverges_is_not_said_to_draw_random_numbers(law: str) -> None:
+    verdict = LAWS[law].judge(specimen(Explodes))
+    assert verdict.failed and verdict.note == "outputs are not finite: the inner loop diverges"
 
 
 def test_check_says_which_laws_do_not_apply_to_a_layer_for_images(
