@@ -49,7 +49,8 @@ class ChebyshevRidge(RecurrentRidge, takes=("chunk", "residual", "norm")):
     def equations(self) -> list[str]:
         return [
             f"f(q_t) = {self._in_symbols('(q_t + blend_t (x_t − q_t)) B_t')}",
-            f"x_t = q_t (H_t + λ_t)⁻¹, λ_t = {self.ridge:g} ‖H_t‖, by {self.iterations} steps of Chebyshev's iteration",
+            f"x_t = q_t (H_t + λ_t)⁻¹, λ_t = {self.ridge:g} ‖H_t‖, ‖H‖ = √(Σ H²), by {self.iterations} steps of "
+            "Chebyshev's iteration from 2 q_t/(2 λ_t + ‖H_t‖), for eigenvalues of H_t from 0 to ‖H_t‖",
             "H_t = keep_t H_{t−1} + s_t² k_tᵀ k_t, B_t = keep_t B_{t−1} + s_t² k_tᵀ v_t",
             f"s_t = write_t + {LEAST:g}",
         ]

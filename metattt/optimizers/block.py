@@ -212,8 +212,14 @@ class BlockMomentum(BlockRule):
             iterations = f"{len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices ({kind})"
             moved = f"NS({moved}), NS: {iterations}"
         lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
+        if self.orthogonalize:
+            factors = "; ".join(f"{a:g}, {b:g}, {c:g}" for a, b, c in dict.fromkeys(SCHEDULES[self.newton_schulz]))
+            lines.append("NS: S ← S/√(‖S‖² + 1e-14), then S ← a S + (b A + c A²) S, A = S Sᵀ (a tall S is transposed)")
+            lines.append(f"a, b, c = {factors}")
         if self.row_norm:
-            lines.append("then the weights of every output of a matrix are rescaled to their norm in W_0")
+            lines.append(
+                "then the weights of every output of a matrix are rescaled to their norm √(Σ w² + 1e-12) in W_0"
+            )
         return [*eta, step, *lines]
 
     def _pool(self, symbol: str, gate: Gate) -> list[str]:

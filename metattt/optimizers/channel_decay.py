@@ -95,7 +95,7 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
         low = f"{self.lower_bound:g} + {1 - self.lower_bound:g} " if self.lower_bound else ""
         decay = {
             "softplus": "exp(−A softplus(s_t)), A of each head",
-            "bounded": f"exp(−{self.strongest:.4g} σ(s_t))",
+            "bounded": f"exp(−{self.strongest:.10g} σ(s_t))",
             "sigmoid": f"{low}σ(s_t){power}",
         }[self.decay]
         tied = ["k_t ← k_t ∘ (1 − a_t)"] if self.tied else []
