@@ -80,7 +80,11 @@ class Component(Declared):
         defaults = inspect.signature(type(self).__init__).parameters
         always = {name: getattr(self, name) for name, one in self._settings.items() if one.always}
         made = {name: value for name, value in self._made_with.items() if name not in always} | always
-        changed = {name: value for name, value in made.items() if not _same(value, defaults[name].default)}
+        changed = {
+            name: value
+            for name, value in made.items()
+            if name not in defaults or not _same(value, defaults[name].default)
+        }
         return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
     def equations(self) -> list[str]:
@@ -169,7 +173,8 @@ def _shown(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     except TypeError:
         return {}
     shown = (int, float, str, type(None))
-    return {name: value for name, value in list(given.items())[1:] if isinstance(value, shown)}
+    given = dict(list(given.items())[1:]) | kwargs  # also those that `**kwargs` passes on
+    return {name: value for name, value in given.items() if isinstance(value, shown)}
 
 
 def _same(value: Any, default: Any) -> bool:

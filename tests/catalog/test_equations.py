@@ -240,6 +240,18 @@ def test_other_modules() -> None:
     assert DELTA in both and both[-1].startswith("y = tanh(a) ∘ layer(x) + tanh(b) ∘ reversed(layer(reversed(x)))")
 
 
+def test_a_part_with_a_constructor_of_its_own_shows_what_it_passes_on_and_its_parameters() -> None:
+    class Warm(Linear):
+        def __init__(self, start: float = 1.0, **rest: Any):
+            super().__init__(**rest)
+            self.heat = nn.Parameter(torch.tensor(start))
+
+    made = Warm(2.0, bias=False)
+    assert made.extra_repr() == "start=2.0, bias=False"
+    said = lines(TTTLayer(16, 2, Reconstruction(), made, GradientDescent()))
+    assert "parameters of its own, learned by the outer loop alone: heat" in said
+
+
 def test_looking_changes_nothing() -> None:
     layer = build("layer=delta_net", *SIZE, "task.corruption=noise")
     state = torch.random.get_rng_state()
