@@ -308,14 +308,16 @@ class _InPlace(nn.Module):
                 f"{self.name} is applied to rows [{h.shape[0]}, {h.shape[-1]}] of all sequences together, as in a "
                 f"mixture of experts: layer={IN_PLACE} needs [B, T, F]; attach it to another MLP"
             )
-        if self.call.valid(h.shape[1]) is not None or self.call.starts(len(h)) is not None:
+        valid = self.call.valid(h.shape[1])
+        ended = valid is not None and bool((valid == valid.cummin(1).values).all())  # nothing follows the padding
+        if (valid is not None and not ended) or self.call.starts(len(h)) is not None:
             raise MetaTTTError(
-                "In-Place TTT cuts a sequence into chunks, which padding and other documents would shift: give no "
-                "padding and no packed documents"
+                "In-Place TTT cuts a sequence into chunks, which padding before its tokens and other documents would "
+                "shift: pad on the right, and give no packed documents"
             )
         labels = self.call.given.embeddings if self.labels == "embeddings" else self.call.given.entered
         y, state = self.map(h, labels, self.call.state(self.name))
-        self.call.keep(self.name, state)
+        self.call.keep(self.name, None if ended else state)  # chunks with padding are learned, but read by padding only
         return y
 
     def end(self) -> None:

@@ -81,8 +81,11 @@ class Call:
         return held
 
     def keep(self, name: str, state: Any) -> None:
-        if self.given.cache is not None:
-            states_in(self.given.cache)[f"{name} {self.given.uses[name]}"] = state
+        """Keeps the state of a module after this call; None: nothing can follow."""
+        states, key = states_in(self.given.cache), f"{name} {self.given.uses[name]}"
+        states.pop(key, None)
+        if state is not None:
+            states[key] = state
         self.given.uses[name] += 1
 
     def valid(self, count: int) -> Tensor | None:

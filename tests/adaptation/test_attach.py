@@ -160,7 +160,23 @@ def test_padding_changes_nothing_beside_an_attention() -> None:
     both = made.generate(ids, attention_mask=mask, **options)
     assert both[0, 7:].tolist() == alone[0, 4:].tolist()
     trained(attached(made, "in_place"))
-    refusal(lambda: made(ids, attention_mask=mask), "give no padding")
+    refusal(lambda: made(ids, attention_mask=mask), "pad on the right")
+
+
+def test_in_place_takes_padding_after_the_tokens() -> None:
+    made = llama()
+    own = attached(made, "in_place")
+    trained(own)
+    mask = torch.arange(21) < torch.tensor([[21], [10]])
+    for cached in (False, True):
+        output = made(IDS, attention_mask=mask, use_cache=cached)
+        alone = made(IDS[1:, :10], use_cache=False).logits
+        close(output.logits[1:, :10], alone)
+        parameters = [*own.parameters()]
+        found, expected = (torch.autograd.grad(y.square().sum(), parameters) for y in (output.logits[1:, :10], alone))
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+    refusal(lambda: made(IDS[:, :1], **{CACHE: cache_of(output)}), "begin with a new cache")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -230,7 +246,7 @@ def test_blocks_that_are_run_again_see_their_own_call(kind: str) -> None:
             made.train().gradient_checkpointing_enable({"use_reentrant": False})
         total = 0
         for row, sign in ((0, 1), (1, -1)):
-            mask = torch.ones(2, 21) if "in_place" in kind else (torch.arange(21) < torch.tensor([[21], [13 + row]]))
+            mask = torch.arange(21) < torch.tensor([[21], [13 + row]])
             out = made(IDS.roll(row), attention_mask=mask, use_cache=False, output_hidden_states=True)
             total = total + sign * (out.logits.square().mean() + out.hidden_states[1].square().sum())
         with torch.no_grad():
