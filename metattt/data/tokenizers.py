@@ -25,8 +25,14 @@ from metattt.optional import need
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**27  # of a tokenizer.json; those of 256,000 tokens have a quarter of it
-STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
-ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]")
+STARTS = (
+    "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]", "<｜begin▁of▁sentence｜>", "<BOS_TOKEN>",
+    "<|bos|>",
+)  # fmt: skip
+ENDS = (
+    "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]", "<｜end▁of▁sentence｜>",
+    "<EOS_TOKEN>", "<|eos|>",
+)  # fmt: skip
 PROBE = "Why does memory grow, when I train?\n\n(No: it's 2.5 <b>x</b> as  large; isn't it!)"
 
 
