@@ -321,6 +321,9 @@ def test_peft_beside_it(kind: str, targets: Any, whole: Any, tmp_path: Path) -> 
 def test_what_stands_in_place_of_a_map_of_steps_is_called(name: str, target: str) -> None:
     layer, x = build(name, dim=16, num_heads=2, seed=0), torch.randn(1, 9, 16)
     before, plain = layer(x)[0], getattr(layer, target)
+    with plain.register_forward_hook(lambda _, given, made: 0 * made):
+        assert not torch.allclose(layer(x)[0], before)
+    assert torch.equal(layer(x)[0], before)
     setattr(layer, target, nn.Sequential(plain))
     torch.testing.assert_close(layer(x)[0], before)
     setattr(layer, target, nn.Sequential(nn.ReLU(), plain))
