@@ -191,6 +191,7 @@ class PlannedLayer(SequenceLayer):
         Raises:
             MetaTTTError: it fails on `data`, and runs without.
         """
+        _ = self.plan  # nothing else asks for it: settings that were assigned since are checked
         if not data or torch.compiler.is_compiling():
             return method(views, data, ctx, gates)
         try:

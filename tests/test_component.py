@@ -8,9 +8,10 @@ import pickle
 from typing import Any, Literal
 
 import pytest
+import torch
 from torch import nn
 
-from metattt import MetaTTTError, TTTLayer
+from metattt import MetaTTTError, TTTLayer, build
 from metattt.composition.signatures import constructor
 from metattt.declared import Declared
 from metattt.learners import Learner, Linear, Weight
@@ -94,6 +95,19 @@ def test_a_value_that_is_not_allowed(given: dict[str, Any], message: str) -> Non
     with pytest.raises(MetaTTTError) as raised:
         Sized(**{"size": 1, **given})
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [("attention", "kernel", "c"), ("mesa_net", "iterations", 0), ("ttt_mlp", "activation", "c")]
+)
+def test_a_value_that_is_assigned_to_a_learner_is_checked_in_the_next_call(name: str, key: str, value: Any) -> None:
+    layer, x = build(name, dim=16, num_heads=2), torch.ones(1, 3, 16)
+    before = getattr(layer.learner, key)
+    setattr(layer.learner, key, value)
+    with pytest.raises(MetaTTTError, match=f"learner.{key}={value} is not allowed"):
+        layer(x)
+    setattr(layer.learner, key, before)
+    layer(x)
 
 
 def test_a_class_that_is_written_after_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
