@@ -28,6 +28,11 @@ def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
             f"{type(rule).__name__} has its own current, and not the coefficients of the same W_t, by which most forms "
             "compute it: define both, or neither"
         )
+    if rule.anchor != "minibatch" and getattr(rule.commit, "__func__", None) is not InnerOptimizer.commit:
+        raise MetaTTTError(
+            f"{type(rule).__name__} has its own commit, which is called after mini-batches alone: leave it out, or set "
+            f"optimizer.anchor=minibatch (now {rule.anchor})"
+        )
     tau, size = rule.token_steps(), rule.mini_batch_size
     if tau is not None and tau.shape not in ((1, size), (num_heads, size)):
         raise MetaTTTError(

@@ -107,7 +107,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     told_apart = len({tuple(run.swept.items()) for run in found}) == len(found) and all(run.swept for run in found)
     few = [*([] if told_apart else ["run"]), *keys, "state", STEP, *shown]
     every = ["run", *keys, "state", STEP, *columns]
-    means = _over_seeds(found, keys, by) if told_apart else []
+    means = _over_seeds(found, keys, by, down) if told_apart else []
     tables = [[few, *(run.texts(few) for run in found)]]
     tables += [[list(means[0]), *(list(row.values()) for row in means)]] if means else []
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -160,10 +160,10 @@ def _number(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if 1e-3 < abs(value) < 1e4 else f"{value:.{digits}g}"
 
 
-def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict[str, str]]:
-    """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys, in the order of the runs;
-    and of the difference to the first of them with the same seed, which leaves out what a seed does to all. Nothing
-    where the runs differ in what their sweeps have fixed."""
+def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str, down: bool = False) -> list[dict[str, str]]:
+    """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys, the best mean first; and of
+    the difference to the first of them with the same seed, which leaves out what a seed does to all. Nothing where the
+    runs differ in what their sweeps have fixed."""
     others = [key for key in keys if key != "seed"]
     if "seed" not in keys or not others or len({run.fixed for run in found}) > 1:
         return []
@@ -173,8 +173,11 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict
             group = groups.setdefault(tuple(run.swept.get(key, "") for key in others), {})
             group[run.swept["seed"]] = run.final(by)  # NaN, too: the mean of a variant that diverged is NaN
     rows = []
-    first = next(iter(groups.values()), {})
-    for names, by_seed in groups.items():
+    averages = {names: statistics.fmean(by_seed.values()) for names, by_seed in groups.items()}
+    order = sorted(groups, key=lambda names: (math.isnan(averages[names]), averages[names] * (-1 if down else 1)))
+    first = groups[order[0]] if order else {}
+    for names in order:
+        by_seed = groups[names]
         paired = [] if by_seed is first else [value - first[seed] for seed, value in by_seed.items() if seed in first]
         (mean, deviation), (apart, spread) = _summary([*by_seed.values()]), _summary(paired)
         figures = {f"mean {by}": mean, "deviation": deviation, "seeds": str(len(by_seed))}

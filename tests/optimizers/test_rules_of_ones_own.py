@@ -161,6 +161,13 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
         rule(Own, current=lambda self, memory, filled: {name: 0.8 * w for name, w in memory["weights"].items()}),
         "Mine has its own current, and not the coefficients .*: define both, or neither",
     ),
+    **{
+        f"a commit with anchor={anchor}": (
+            partial(rule(Own, commit=lambda self, memory, filled: memory), anchor=anchor),
+            rf"Mine has its own commit, .*: leave it out, or set optimizer\.anchor=minibatch \(now {anchor}\)",
+        )
+        for anchor in ("online", "batch")
+    },
 }
 
 

@@ -280,7 +280,8 @@ def test_differences_are_paired_by_seed() -> None:
     cells = [("a", "0", 1.0), ("b", "0", 1.1), ("a", "1", 2.0), ("b", "1", 2.3), ("b", "2", 9.0), ("c", "5", 4.0)]
     found = [Run(f"{x}{s}", "finished", {"layer": x, "seed": s}, [{"step": "1", "validation/loss": str(v)}]) for x, s, v in cells]
     rows = _over_seeds(found, ["layer", "seed"], "validation/loss")
-    assert [row["difference to the first, by seed"] for row in rows] == ["", "+0.2000 ± 0.1414", ""]
+    assert [row["difference to the first, by seed"] for row in rows] == ["", "", "+0.2000 ± 0.1414"]
+    assert [row["layer"] for row in rows] == ["a", "c", "b"]  # by their means, not by their luckiest seeds
     small = [run._replace(rows=[{"step": "1", "validation/loss": "2.5e-05"}]) for run in found[:1]]
     assert _over_seeds(small, ["layer", "seed"], "validation/loss")[0]["mean validation/loss"] == "2.5e-05"
     assert _over_seeds([*found, Run("d", "finished", {"layer": "a"}, found[0].rows)], ["layer", "seed"], "validation/loss") == rows
