@@ -200,6 +200,19 @@ def test_losses_are_those_of_all_logits() -> None:
     assert hits is not None and torch.equal(hits.bool(), (logits.argmax(-1) == labels)[labels != NO_LABEL])
 
 
+def test_inputs_that_are_not_finite_are_said_to_be_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(self: Any, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        inputs, labels = plain(self, random)
+        inputs[-1, -1] = np.inf
+        return inputs, labels
+
+    plain = InContextData.draw
+    monkeypatch.setattr(InContextData, "draw", draw)
+    small = ("layer=attention", "dim=8", "num_heads=1", "model.num_layers=1", "data.validation_size=8", "data.batch_size=8")
+    given = compose("experiment=in_context", *small, f"output_dir={tmp_path / 'run'}", "trainer.accelerator=cpu")
+    refusal(lambda: train(given), "mend the data")
+
+
 @pytest.mark.parametrize("kind", ["recall", "in_context"])
 def test_a_batch_that_asks_nothing_teaches_nothing(kind: str) -> None:
     model: Any = instantiate_model(compose(f"experiment={kind}", "layer=attention", "dim=8", "num_heads=1"))
