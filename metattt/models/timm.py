@@ -59,7 +59,8 @@ def create(
         overrides: of the layer's configuration, e.g. `["optimizer.steps=4", "optimizer.sampling=sgd"]`.
         features_only: the maps `[B, D, h, w]` that blocks leave, for detection and segmentation, in place of logits.
         out_indices: the numbers of these blocks; an integer: so many last blocks.
-        options: arguments of `ImageTransformer` that differ from the size's: img_size, num_classes, depth, ...
+        options: arguments of `ImageTransformer` that differ from the size's: img_size (pixels, or height and width),
+            num_classes, depth, ...
 
     Raises:
         MetaTTTError: `pretrained`, an unknown option, or a configuration that does not exist or fit.
@@ -73,9 +74,12 @@ def create(
     known = [*signature(ImageTransformer).parameters][1:]
     if unknown := options.keys() - {*known}:
         raise MetaTTTError(f"{model}: {min(unknown)}={options[min(unknown)]} is not taken: it knows {', '.join(known)}")
+    pair = options.pop("img_size") if isinstance(options.get("img_size"), list | tuple) else None
     size = SIZES[model] | options
     parts = (f"layer={layer}", f"dim={size['embed_dim']}", f"num_heads={size['num_heads']}", "seed=null", *overrides)
     built = ImageTransformer(layer=partial(instantiate_layer, compose(*parts, job="build")), **size)
+    if pair is not None:  # not square
+        built.set_input_size(img_size=pair)
     digits = model == "vit_digits_pixel"  # as metattt.data evaluates: whole digits, and centre crops of other pictures
     built.evaluated_with(model, *((1.0, "nearest") if digits else (0.875, "bilinear")))
     at = out_indices if isinstance(out_indices, int) else tuple(out_indices)

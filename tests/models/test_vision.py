@@ -111,6 +111,9 @@ def test_images_that_are_no_squares() -> None:
     x = torch.randn(2, 3, 32, 128)
     super(ImageTransformer, told).set_input_size((32, 128))
     assert torch.equal(model(x), told(x))
+    made = timm.create_model("vit_tiny_patch16_vittt", overrides=["task.rope=map"], **options | {"img_size": (32, 128)})
+    made.load_state_dict(model.state_dict())
+    assert torch.equal(made(x), told(x)) and made.pretrained_cfg["input_size"] == (3, 32, 128)
 
 
 # -- sizes and costs ---------------------------------------------------------------------------------------------------
