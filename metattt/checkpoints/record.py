@@ -253,7 +253,8 @@ def check_target(target: Any, node: Mapping[str, Any], origin: object, trust: Co
         return
     if target not in LIBRARIES and not _is_module(target):
         raise Untrusted(
-            f"{origin} names {target[:200]!r}, which is no registered component; a file may not say what is run"
+            f"{origin} names {target[:200]!r}, which is no component of an installed package; a file may not say what "
+            "is run"
         )
     if target in LIBRARIES:
         check_keys(target, target, node, origin)

@@ -48,7 +48,8 @@ def check_call(parts: Parts, tokens: Tokens, state: State, ctx: Context) -> None
         )
     if final and ctx.first is not None:
         raise MetaTTTError(
-            "reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights"
+            "reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights: "
+            "give each document a row of its own, padded, with mask="
         )
     if final and parts.learner.mixes_tokens and parts.plan.period is not None and state.phase is None:
         raise MetaTTTError(

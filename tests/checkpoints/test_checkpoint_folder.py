@@ -290,10 +290,10 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"learner": {"_target_": "os.system", "_args_": ["true"]}}, r"'os\.system', which is no registered component.*\n.*trust=os"),
-    ({"learner": {"_target_": "torch.nn.Parameter"}}, "no registered component"),
+    ({"learner": {"_target_": "os.system", "_args_": ["true"]}}, r"'os\.system', which is no component.*\n.*trust=os"),
+    ({"learner": {"_target_": "torch.nn.Parameter"}}, "no component of an installed package"),
     ({"learner": {"_target_": 3}}, "names a class as '3'"),
-    ({"model__ffn_dim": {"_target_": "builtins.eval", "_args_": ["1"]}}, "'builtins.eval', which is no registered"),
+    ({"model__ffn_dim": {"_target_": "builtins.eval", "_args_": ["1"]}}, "'builtins.eval', which is no component"),
     ({"learner__more": 1}, "has `more` for learner=linear, which has no such parameter"),
     ({"learner__bias": "maybe"}, "learner=linear: .*maybe"),
     ({"learner___recursive_": False}, "the key `_recursive_` for learner=linear, which a file may not set"),
@@ -311,7 +311,7 @@ def test_a_class_that_is_trusted_on_the_command_line() -> None:
     node = {"_target_": "my_package.my_module.Learner", "x": 1}
     assert to_targets(node, "run", trust=("my_package.my_module",)) == node
     assert to_targets(node, "run", trust=("my_package",)) == node
-    refusal(lambda: to_targets(node, "run", trust=("my_pack", "other")), "no registered component")
+    refusal(lambda: to_targets(node, "run", trust=("my_pack", "other")), "no component of an installed package")
     named = checked_record(config(task={"_target_": "b.Task"}, learner={"_target_": "a.Learner"}), Path("run"))
     for trust, advice in (((), r"add trust=\[a,b\]$"), ("b", r"add trust=\[b,a\]$")):  # of all, once
         refusal(partial(record_config, named, Path("run"), trust=trust), match=advice)

@@ -374,7 +374,7 @@ LAYER, MODEL = "metattt/config/layer", "metattt/config/model"
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (put(f"{LAYER}/learner", {"_target_": "os.system", "command": "true"}), "no registered component"),
+    (put(f"{LAYER}/learner", {"_target_": "os.system", "command": "true"}), "no component of an installed package"),
     (put(f"{LAYER}/dim", "${oc.env:HOME}"), "nothing is computed"),
     (put(f"{MODEL}/num_layers", 10**9), "num_layers=1,000,000,000, and [0-9]+ at most"),
     (put(f"{MODEL}/dim", 48), "weights of other shapes"),
