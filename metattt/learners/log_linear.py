@@ -64,7 +64,7 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
         value = self._in_symbols("Σ_ℓ λ_t^ℓ q_t S_t^ℓ")
         moved = "S_{t−1}" if self.update == "sum" else "(I − write_t k_tᵀ k_t) S_{t−1}"
         return [
-            f"f(q_t) = {value}, S^ℓ of the tokens s for which t xor s has ℓ bits",
+            f"f(q_t) = {value}, S^ℓ of the tokens s for which t xor s has ℓ binary digits (0 has none)",
             f"S_t = keep_t {moved} + write_t k_tᵀ v_t in every level, the token itself in level 0",
         ]
 

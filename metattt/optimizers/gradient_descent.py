@@ -115,7 +115,7 @@ class GradientDescent(StepSize):
             value = (
                 "max(0, 1/i + δ_i)"
                 if self.token_step_map == "relu"
-                else "(z_i + √(z_i² + 1/4i²))/2, z_i = 15/16i + δ_i"
+                else "(z_i + √(z_i² + 1/(4 i²)))/2, z_i = 15/(16 i) + δ_i"
             )
             lines.append(f"τ_i = {value}, i = 1…b the place of t in its mini-batch, δ learned, {heads}")
         return lines

@@ -195,7 +195,7 @@ class Reconstruction(Task):
         if self.learned_delta:
             lines.append("δ_t = softplus(θ_δ x_t + c_δ), θ and c of each head")
         if self.shared_qk:
-            lines.append(f"conv_K, conv_Q: causal, {self.conv_width} tokens, each channel by itself")
+            lines.append(f"conv_K, conv_Q: causal, {self.conv_width} tokens, each channel by itself, with a bias")
         elif self.short_conv is not None:
             which = "conv_K, conv_V, conv_Q" if self.short_conv_v else "conv_K, conv_Q"
             lines.append(f"{which}: causal, {self.short_conv} tokens, each channel by itself")

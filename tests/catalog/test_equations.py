@@ -57,6 +57,11 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
      "y_t = θO (LN(z_t) ∘ gelu_tanh(θG x_t)), z_t of the 2 heads side by side"]),
     ("ttt_linear", ["optimizer.mini_batch_size=4"],
      ["W_a: the weights after the last mini-batch that was whole before t's own, b = 4 tokens"]),
+    ("ttt_linear", [], [
+        "τ_i = (z_i + √(z_i² + 1/(4 i²)))/2, z_i = 15/(16 i) + δ_i, i = 1…b the place of t in its mini-batch, δ learned, "
+        "shared by the heads",
+        "conv_K, conv_Q: causal, 4 tokens, each channel by itself, with a bias",
+    ]),
     ("ttt_linear", ["optimizer.token_steps=none"], ["G_t = ∇ℓ_t(W_a)", "W_t = W_{t−1} − η_t G_t"]),
     ("ttt_linear", ["optimizer.max_norm=0.5"], ["W_t = W_a + τ_i min(1, 0.5/‖M_t‖) M_t"]),
     ("ttt_mlp", ["learner.depth=3", "learner.activation=relu"], ["f(x; W) = x + LN(relu(relu(x W1 + b1) W2 + b2) W3 + b3)"]),
