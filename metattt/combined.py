@@ -186,8 +186,8 @@ class Combined(SequenceLayer):
             else:
                 layer.check_state(x, before)
             call = layer.call(x, before, packing, donate_state)
-            views, gates, *carried = layer.tokens(x, before, call.ctx, projected)
-            y, after = layer.inner_loop(views, gates, before, call, carried)
+            views, gates, after = layer.tokens(x, before, call.ctx, projected)
+            y, after = layer.inner_loop(views, gates, after, call)
             found.append((layer.output(x, y), after))
         (one, first), (two, second) = found
         return self.out(one + self._by_head(x, two)), CombinedState(first, second)

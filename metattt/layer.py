@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, cast
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from metattt.optimizers.base import Gates
 from metattt.output import GATES, make_gate, make_norm
 from metattt.planned import PlannedLayer
 from metattt.setting import setting
-from metattt.state import Context, DataGates, State, Tensors
+from metattt.state import Context, DataGates, State
 from metattt.tasks.base import Views
 
 
@@ -102,21 +101,21 @@ class TTTLayer(PlannedLayer):
     ) -> tuple[Tensor, State]:
         """One call: `tokens`, the inner loop, `output`; see `SequenceLayer.run`."""
         call = self.call(x, state, packing, donate_state)
-        views, gates, *carried = self.tokens(x, state, call.ctx)
-        y, state = self.inner_loop(views, gates, state, call, carried)
+        views, gates, state = self.tokens(x, state, call.ctx)
+        y, state = self.inner_loop(views, gates, state, call)
         return self.output(x, y), state
 
     def tokens(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
-    ) -> tuple[Views, Gates, Tensors, Tensors]:
+    ) -> tuple[Views, Gates, State]:
         """Views and gates of the tokens `x` `[B, T, D]`; nothing is learned yet.
 
         Args:
             projected: what `task.project(x)` returns, where a caller has it already (see `Task.borrow`).
 
         Returns:
-            Views; gates (`Gates`, or `DataGates` for a learner that keeps data) in fp32 or wider; and what the task and
-            the optimizer carry on.
+            Views; gates (`Gates`, or `DataGates` for a learner that keeps data) in fp32 or wider; and the state, with
+            what the task and the optimizer carry to the next call.
         """
         given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
         views, task_state = self.task.views(x, state.task, ctx, **given)
@@ -129,21 +128,16 @@ class TTTLayer(PlannedLayer):
         views, gates = fitted(views, gates, self.learner, self.optimizer, shape)
         if any(state[2:]):  # an earlier call has returned it
             self.check_carried(state, task_state, rule_state)
-        return views, gates, task_state, rule_state
+        return views, gates, state._replace(task=task_state, optimizer=rule_state)
 
-    def inner_loop(
-        self, views: Views, gates: Gates | DataGates, state: State, call: Call, carried: Sequence[Tensors] = ({}, {})
-    ) -> tuple[Tensor, State]:
-        """Learns the tokens and reads their queries: predictions `[B, H, T, d]` and the new state, which includes what
-        the task and the optimizer have `carried`."""
-        task, rule = carried
+    def inner_loop(self, views: Views, gates: Gates | DataGates, state: State, call: Call) -> tuple[Tensor, State]:
+        """Learns the tokens and reads their queries: predictions `[B, H, T, d]` and the new state."""
         if isinstance(self.learner, NonParametric):
             masked = cast(DataGates, gates).masked(call.ctx.valid)
             y, data = self.of_data(self.learner.scan, views, state.learner, call.ctx, masked)
-            return y, State(call.after, 0, {}, task, rule, data)
+            return y, State(call.after, 0, {}, state.task, state.optimizer, data)
         alone = views if views.weight is None else views._replace(weight=None)  # which is in η
-        tokens = Tokens(alone, cast(Gates, gates))
-        return self.inner.run(tokens, state._replace(task=task, optimizer=rule), call)
+        return self.inner.run(Tokens(alone, cast(Gates, gates)), state, call)
 
     def answer(self, x: Tensor, state: State, packing: Packing | None = None) -> Tensor:
         """Outputs for tokens that are read and not learned; see `SequenceLayer.answer`."""

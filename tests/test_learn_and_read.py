@@ -66,8 +66,8 @@ def test_learned_then_read_is_a_call(name: str) -> None:
     with torch.no_grad():
         start = layer.start(x)
         call = layer.call(x, start)
-        views, gates, *carried = layer.tokens(x, start, call.ctx)
-        expected, _ = layer.inner_loop(views, gates, start, call, carried)
+        views, gates, start = layer.tokens(x, start, call.ctx)
+        expected, _ = layer.inner_loop(views, gates, start, call)
         state = None
         for before, t in pairwise((0, 1, B, B + 2, 2 * B + 3)):
             state = layer.learn(x[:, before:t], state)

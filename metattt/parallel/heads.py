@@ -212,7 +212,7 @@ def _answers(layer: TTTLayer, x: Tensor) -> Tensor:
         torch.manual_seed(0)
         state = layer.start(x)
         call = layer.call(x, state)
-        views, gates, _, _ = layer.tokens(x, state, call.ctx)
+        views, gates, state = layer.tokens(x, state, call.ctx)
         return layer.inner_loop(views, gates, state, call)[0]
 
 

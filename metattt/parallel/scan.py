@@ -64,9 +64,9 @@ class Scan:
         state = state._replace(pos=self.pos)
         call = layer.call(x, state, packing)
         taken, projected = self._tails(layer, x, call.ctx)
-        views, gates, *carried = layer.tokens(x, state._replace(task=taken), call.ctx, projected)
+        views, gates, state = layer.tokens(x, state._replace(task=taken), call.ctx, projected)
         views, weights = self._weights(layer, views, gates, state, call)
-        y, after = layer.inner_loop(views, gates, state._replace(weights=weights), call, carried)
+        y, after = layer.inner_loop(views, gates, state._replace(weights=weights), call)
         return layer.output(x, y), after
 
     def _tails(self, layer: TTTLayer, x: Tensor, ctx: Context) -> tuple[Tensors, tuple[Tensor, ...] | None]:
@@ -196,8 +196,8 @@ def _tail_alone(layer: TTTLayer, x: Tensor, state: State) -> bool:
 
 def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     call = layer.call(x, state)
-    views, gates, task, rule = layer.tokens(x, state, call.ctx)
-    if rule or task.keys() != state.task.keys():
+    views, gates, after = layer.tokens(x, state, call.ctx)
+    if after.optimizer or after.task.keys() != state.task.keys():
         return False
     origin = layer.inner.start(len(x), gates.eta.dtype)
     found = left_by(layer, views, gates, state, call)
