@@ -347,7 +347,7 @@ def computed(layer: TTTLayer) -> list[str]:
     line = f"form={layer.form}"
     if plan.kernels:
         line += ", by the kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in plan.kernels)
-    if plan.form == "solved":
+    if plan.solved:
         line += ", elsewhere solved as one triangular system" if plan.kernels else ", solved as one triangular system"
     elif layer.optimizer.anchor == "online" and plan.form == "dual":
         line += f", token by token: {plan.reasons.get('solved', 'it is not solved')}"

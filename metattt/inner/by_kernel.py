@@ -124,7 +124,7 @@ def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
         for kernel in plan.kernels:
             if kernel.device != device:
                 reason: str | None = f"for {kernel.device}"
-            elif given.tokens.generalised and kernel.anchor != "online":
+            elif kernel.anchor != "online" and given.tokens.generalised:
                 reason = "it knows no erase views, no several pairs a token and no labels of another shape than keys"
             elif torch.compiler.is_compiling() and (not kernel.traceable or given.begins is not None):
                 reason = "not under torch.compile, or not with packed documents there"

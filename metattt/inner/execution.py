@@ -43,7 +43,7 @@ def in_groups(
     compiling = torch.compiler.is_compiling()  # torch 2.11 cannot compile what asks a ContextVar
     traced = not compiling and RECORDING.get() >= TRACED and type(loop.rule).commit is InnerOptimizer.commit
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
-    if (traced or torch.compiler._is_exporting_flag) and loop.plan.form != "solved":
+    if (traced or torch.compiler._is_exporting_flag) and not loop.plan.solved:
         return recomputed(loop, tokens, memory, blocks, read, inlined)
     if compiling:
         return in_a_loop(loop, tokens, memory, blocks, read)
@@ -55,7 +55,7 @@ def in_groups(
     if size is None:
         # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
-        least = most_joined(tokens) // loop.plan.block if loop.plan.by_chunks and loop.plan.period is None else 1
+        least = most_joined(tokens) // loop.plan.block if loop.plan.form == "chunks" else 1
         size = 0 if few else max(least, round(math.sqrt(sum([block.times for block in blocks]))), 1)
     if size == 0:
         return plainly(loop, tokens, memory, blocks, read)

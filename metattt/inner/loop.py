@@ -25,6 +25,7 @@ them are kept for a backward pass, never changes a result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,14 +58,18 @@ class InnerLoop(Parts):
             state: before the call; its `weights` are empty at the start of a sequence.
             call: positions, padding and documents of the call.
         """
-        if not self.is_checked(tokens, state, call.ctx):
+        rule, plan, count = self.rule, self.plan, tokens.views.q.shape[2]
+        alike = call.ctx.valid is None and call.ctx.first is None and state.phase is not None
+        known = tokens.kind in plan.checked and (rule.has_token_steps or rule.token_steps() is None)
+        if torch.compiler.is_compiling() or not (alike and known):
             check_call(self, tokens, state, call.ctx)
-        count, whole_call = tokens.views.q.shape[2], self.rule.mini_batch_size == WHOLE_CALL
-        loop = self.for_a_call(count) if whole_call else self
-        plan, size, memory, donated = loop.plan, loop.rule.mini_batch_size, state.weights, call.donate_state
+        memory, donated, whole_call = state.weights, call.donate_state, rule.mini_batch_size == WHOLE_CALL
+        if whole_call:  # all tokens are one mini-batch
+            rule = rule.bound(mini_batch_size=count)
+            plan = replace(plan, period=count if plan.period else None, block=count)
         if not memory:
             memory, donated = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
-        loop = loop._replace(matmul_dtype=tokens.views.k.dtype)
+        loop, size = self._replace(rule=rule, plan=plan, matmul_dtype=tokens.views.k.dtype), rule.mini_batch_size
         if plan.kernels and plan.kernels[0].anchor == "online":
             found = online(loop, tokens, memory, call.packing)
             if found is not None:
@@ -115,7 +120,7 @@ class InnerLoop(Parts):
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
         """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory."""
-        if self.plan.by_chunks and self.plan.period is None:
+        if self.plan.form == "chunks":
             blocks = joined(blocks, tokens)
         outputs: list[Tensor] = []
         one = len(blocks) == 1 and blocks[0].times == 1
@@ -159,9 +164,10 @@ class InnerLoop(Parts):
         entering, rule, plan, y = memory, self.rule, self.plan, None
         steps = rule.steps if rule.read != "final" else 1
         in_common = self.task.together and plan.form in SHARE and tokens.in_common
+        form = "chunks" if tokens.gates.decay is not None and plan.solved else plan.form
         size = plan.chunk or block.length  # tokens whose gradients are taken together
-        if plan.by_chunks or (tokens.gates.decay is not None and plan.form == "solved"):
-            size = block.length  # the form splits them itself
+        if form == "chunks":
+            size = block.length  # it splits them itself
         elif tokens.views.k.ndim == 5 and not in_common:
             size = max(1, size // tokens.views.k.shape[3])
         for step in range(1, steps + 1):
@@ -171,7 +177,7 @@ class InnerLoop(Parts):
                     piece = gated(self, piece, memory["commit"])
                 memory = rule.pool_gates(memory, piece.gates)
                 piece = piece if piece.views.k.ndim == 4 else piece.apart(in_common and piece.in_common)
-                y, memory = FORMS[plan.form](self, piece, memory, phase, read)
+                y, memory = FORMS[form](self, piece, memory, phase, read)
                 phase = phase + piece.views.q.shape[2]
                 ys.append(y)
             before = memory

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory, at_start
 from metattt.modules import expand_like
 from metattt.optimizers.base import InnerOptimizer
-from metattt.state import Context, State, Tensors
+from metattt.state import Tensors
 from metattt.tasks.base import Task
 
 
@@ -40,18 +39,6 @@ class Parts(NamedTuple):
     group_size: int | None = None
     matmul_dtype: torch.dtype = torch.float32
     slow: Tensors = {}  # noqa: RUF012 (nothing is written into it)
-
-    def is_checked(self, tokens: Tokens, state: State, ctx: Context) -> bool:
-        """Whether a call needs no checks of `metattt.inner.checks`: tokens of a known kind, all real, of one document,
-        at one phase."""
-        rule, alike = self.rule, ctx.valid is None and ctx.first is None and state.phase is not None
-        known = tokens.kind in self.plan.checked and (rule.has_token_steps or rule.token_steps() is None)
-        return alike and known and not torch.compiler.is_compiling()
-
-    def for_a_call(self, count: int) -> Self:
-        """With all `count` tokens of a call in one mini-batch (`optimizer.mini_batch_size=null`)."""
-        plan = replace(self.plan, period=count if self.plan.period else None, block=count)
-        return self._replace(rule=self.rule.bound(mini_batch_size=count), plan=plan)
 
     def start(self, batch: int, dtype: torch.dtype) -> Memory:
         """The memory of a fresh sequence: W0, or what the rule makes of it."""

@@ -62,7 +62,6 @@ class Plan:
         replays: an open mini-batch is stored as raw tokens, and recomputed by the next call.
         outer: what the outer loop differentiates: `exact` or `first_order` (`TTTLayer`).
         sees_weights: gates depend on the weights (`InnerOptimizer.gates_at`).
-        by_chunks: the solved form takes many chunks at once.
         looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
@@ -82,7 +81,6 @@ class Plan:
     chunk: int | None = None
     replays: bool = False
     sees_weights: bool = False
-    by_chunks: bool = False
     looks_ahead: bool = False
     outer: str = "exact"
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -98,8 +96,13 @@ class Plan:
     def shown(self) -> str:
         """The form as `layer.form` names it: `fused` if kernels are tried first, `scan` for a learner without
         weights."""
-        asked = "dual" if self.form in ("solved", "mixed") else self.form
+        asked = "dual" if self.solved or self.form == "mixed" else self.form
         return "fused" if self.kernels else asked or "scan"
+
+    @property
+    def solved(self) -> bool:
+        """Whether gradients at the newest weights are found without an inner backward pass."""
+        return self.form in ("solved", "chunks")
 
     def __reduce__(self) -> tuple[object, ...]:
         return Plan, ("",)  # not written to disk or copied: such a layer makes its plan again

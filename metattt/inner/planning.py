@@ -84,8 +84,9 @@ def make_plan(
         reasons |= {"solved": why} if why and by_form == "dual" else {}
     elif by_form == "dual" and optimizer.anchor == "batch":  # -kᵀv of the dot product is the same at all weights
         linear = "dot" if solvable(task, learner, optimizer, num_heads, d_in)[0] == "dot" else ""
-    by_form = "solved" if linear and by_form == "dual" else by_form
-    by_token = optimizer.anchor == "online" and by_form != "solved"
+    if linear and by_form == "dual":
+        by_form = "chunks" if _by_chunks(task, learner, optimizer) else "solved"
+    by_token = optimizer.anchor == "online" and by_form not in ("solved", "chunks")
     period, block = optimizer.period, optimizer.block
     if mixes:  # its tokens see those of their mini-batch, whatever may be computed together
         period, block = (None, sys.maxsize) if optimizer.whole else (optimizer.mini_batch_size,) * 2
@@ -99,13 +100,12 @@ def make_plan(
         slots=optimizer.slots,
         period=period,
         block=block,
-        chunk=None if mixes else 1 if by_token else optimizer.chunk,
+        chunk=None if mixes else 1 if by_token else min(optimizer.compute_chunk or 128, optimizer.block),
         sees_weights=optimizer.state_dependent,
         weights={name: learner.shapes[name] for name in learner.init},
         replays=optimizer.read != "final"
         and optimizer.mini_batch_size != WHOLE_CALL
         and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
-        by_chunks=by_form == "solved" and _by_chunks(task, learner, optimizer),
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):
@@ -212,8 +212,8 @@ def solvable(
     if optimizer.accumulates or optimizer.steps != 1:
         return "", "the rule has token steps, clipping or several steps"
     weight, bias = learner.linear_map
-    if not {weight, bias or weight} <= set(learner.init):
-        return "", f"not all of {', '.join(learner.shapes)} are fast (learner.trainable)"
+    if {weight, bias or weight} != set(learner.init):
+        return "", f"its fast weights ({', '.join(learner.init)}) are not exactly those of its linear map"
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
     why = generic(learner, optimizer) or other_function(learner, linear, num_heads, width)
     if why:
@@ -227,7 +227,7 @@ def solvable(
 
 
 def _by_chunks(task: Task, learner: Learner, optimizer: InnerOptimizer) -> bool:
-    """Whether the solved form takes many chunks at once (`forms.chunks`); with channel decays it does so anyway."""
+    """Whether the form is `chunks`; tokens with channel decays take it anyway."""
     plain = linear_rule(optimizer, optimizer.anchor, ("inclusive", "exclusive")) is None
     plain = plain and set(optimizer.slots) <= {"anchor", "weights"}
     return plain and learner.linear_map is not None and learner.linear_map[1] is None and not task.together

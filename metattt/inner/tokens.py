@@ -277,6 +277,11 @@ def rated(factor: Tensor, weight_lr: Tensor | None, index: int) -> Tensor:
     return factor if weight_lr is None else factor * weight_lr[..., index]
 
 
+def scaled(gradient: Tensor, factor: float | None) -> Tensor:
+    """A gradient times the factor of its weight (`Learner.step_scale`); None: 1."""
+    return gradient if factor is None else factor * gradient
+
+
 def fitted(
     views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
 ) -> tuple[Views, Gates]:

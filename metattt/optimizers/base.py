@@ -249,8 +249,3 @@ class InnerOptimizer(Component, ABC):
     def block(self) -> int:
         """Tokens per step of the scan: a mini-batch, or any number if the rule has no period."""
         return self.period or self.compute_chunk or 64
-
-    @property
-    def chunk(self) -> int:
-        """Tokens per compute step, at most a block. (An online rule that is not solved goes token by token.)"""
-        return min(self.compute_chunk or 128, self.block)

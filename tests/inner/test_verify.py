@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, Learner, Linear
+from metattt.learners import MLP, Learner, Linear, Weight
 from metattt.optimizers import GradientDescent, InnerOptimizer
 from metattt.tasks import Reconstruction, Task
 from metattt.testing.specimen import compare, run
@@ -97,6 +97,20 @@ def test_what_is_squared_error_by_itself_is_taken() -> None:
 
     assert made(Mine(), Linear(), GradientDescent(4)).form == "fused"
     assert made(Mine(), plain(), GradientDescent(4, "online")).plan.form == "solved"
+
+
+class Beside(Linear):
+    """Has a fast weight that its map does not use."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {**super().weights(d_in, d_out), "unused": Weight((3,))}
+
+
+def test_a_weight_beside_the_map_stays_in_the_state() -> None:
+    layer = made(Reconstruction(), Beside(residual=False, norm=False, bias=False), GradientDescent(1, "online"))
+    assert layer.plan.reasons["solved"] == "its fast weights (w1, unused) are not exactly those of its linear map"
+    state = layer(x())[1]
+    assert set(layer(x(), state)[1].weights["weights"]) == {"w1", "unused"}
 
 
 @pytest.mark.parametrize(("name", "settings", "task", "learner"), [

@@ -65,7 +65,7 @@ def test_fast_paths_refuse() -> None:
     with pytest.raises(MetaTTTError, match=r"layer\.form=fused .*the gates of Careful depend on the weights"):
         Specimen(Linear, task, lambda: Careful(4)).make(form="fused")
     linear = partial(Linear, residual=False, norm=False, bias=False)
-    assert Specimen(linear, task, lambda: GradientDescent(4, "online")).make().plan.form == "solved"
+    assert Specimen(linear, task, lambda: GradientDescent(4, "online")).make().plan.solved
     online = Specimen(linear, task, lambda: Careful(4, "online")).make()
     assert online.plan.form == "dual" and "depend on the weights" in online.plan.reasons["solved"]
     assert online.optimizer.slots == ("commit", "weights") and online.optimizer.period == 4

@@ -6,19 +6,19 @@
 | `dual` | one backward pass gives every token's output gradients; queries read through matmuls of them |
 | `summed` | the gradient of a weighted sum of losses: for reads without per-token weights; any function of them |
 
-Two forms differ from `dual` in how they compute the gradients: `solved`, where an online rule is a triangular system,
-and `mixed`, for learners that mix tokens. Each is a function of `InnerLoop`
-(`metattt.inner.loop`) and of the chunk's tokens.
+Three forms compute the gradients of `dual` in another way: `solved`, where an online rule is a triangular system;
+`chunks`, the same for many chunks at once, for rules without momentum; and `mixed`, for learners that mix tokens.
 """
 
 from __future__ import annotations
 
-from metattt.inner.forms import dual, mixed, primal, solved, summed
+from metattt.inner.forms import chunks, dual, mixed, primal, solved, summed
 
 FORMS = {
     "primal": primal.chunk,
     "dual": dual.chunk,
     "solved": solved.chunk,
+    "chunks": chunks.chunk,
     "mixed": mixed.chunk,
     "summed": summed.chunk,
 }

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.forms.dual import scaled
 from metattt.inner.parts import Parts
-from metattt.inner.tokens import Tokens
+from metattt.inner.tokens import Tokens, scaled
 from metattt.memory import Memory, newest
 from metattt.ops.channel_decays import Rows, decayed_scores, evenly_decayed_scores
 from metattt.ops.chunk import matmul, solve_unit_lower
@@ -26,17 +25,18 @@ CHUNK = {"cpu": 32}  # tokens by device, where the rule leaves it open; more tak
 LARGE_CHUNK = 64
 
 
-def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tuple[Tensor | None, Memory]:
-    """Predictions and the memory after the tokens: the solved form (`metattt.inner.forms.solved`) of such a rule.
+def chunk(
+    loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
+    """See `FORMS`: the triangular system of `metattt.inner.forms.solved`, for such a rule, which has no phase.
 
     With predictions `F_t = p_t W'_t` (W' is W_{t−1}, before or after its decay as the rule says), what is erased along
     b and written along k, `W_t = Diag(a_t) W_{t−1} − η_t (b_tᵀ F_t − k_tᵀ v_t)`:
     `(I + tril(p D b) η) F = p D₀ W₀ + tril(p D k) η v`, where D are the decays from one token to another.
     """
-    assert loop.learner.linear_map is not None
-    name, rule, matmul_dtype = loop.learner.linear_map[0], loop.rule, loop.matmul_dtype
-    read_before, gates = read == "exclusive", tokens.gates
-    base, count = memory[newest(memory)][name], tokens.views.k.shape[2]
+    rule, matmul_dtype, gates, count = loop.rule, loop.matmul_dtype, tokens.gates, tokens.views.k.shape[2]
+    ((name, base),) = memory[newest(memory)].items()
+    read_before = read == "exclusive"
     pairs = count // tokens.views.q.shape[2]
     usual = rule.compute_chunk or CHUNK.get(tokens.views.k.device.type, LARGE_CHUNK)
     size = min(count, max(1, usual // pairs) * pairs)

@@ -195,11 +195,6 @@ class Outer(NamedTuple):
 NO_SCALES: Mapping[str, float] = {}
 
 
-def scaled(gradient: Tensor, factor: float | None) -> Tensor:
-    """A gradient times the factor of its weight; None: 1."""
-    return gradient if factor is None else factor * gradient
-
-
 class PerTokenGradients:
     """`G_s` of every fast weight and token s, in factored form.
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.inner.forms.dual import PerTokenGradients, finish, record, scaled
+from metattt.inner.forms.dual import PerTokenGradients, finish, record
 from metattt.inner.parts import Parts
-from metattt.inner.tokens import Tokens
+from metattt.inner.tokens import Tokens, scaled
 from metattt.learners.fast_weights import WeightUse
 from metattt.memory import Memory
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.inner.forms.dual import scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.parts import Parts
-from metattt.inner.tokens import Tokens, rated
+from metattt.inner.tokens import Tokens, rated, scaled
 from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
 from metattt.modules import expand_like

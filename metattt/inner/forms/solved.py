@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metattt.inner.forms import chunks
-from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
+from metattt.inner.forms.dual import PerTokenGradients, finish
 from metattt.inner.parts import Parts
-from metattt.inner.tokens import Tokens
+from metattt.inner.tokens import Tokens, scaled
 from metattt.learners.fast_weights import FastWeights, WeightUse
 from metattt.memory import Memory, newest
 from metattt.ops.chunk import matmul, solve_unit_lower
@@ -20,9 +19,6 @@ def chunk(
     loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
-    gates = tokens.gates
-    if gates.decay is not None or (loop.plan.by_chunks and gates.beta is None and gates.weight_lr is None):
-        return chunks.chunk(loop, tokens, memory, read)
     how = loop.rule.coefficients(tokens.gates, phase, memory, read or "inclusive")
     before = how if read == "exclusive" else how.before(newest(memory))
     gradients = solve(loop, tokens, memory, before)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from metattt.functional import with_values
-from metattt.inner.forms.dual import band_of, combine, scaled
+from metattt.inner.forms.dual import band_of, combine
 from metattt.inner.gradients import vjp
 from metattt.inner.parts import Parts
-from metattt.inner.tokens import Tokens, rated
+from metattt.inner.tokens import Tokens, rated, scaled
 from metattt.memory import Memory
 from metattt.state import Tensors
 
