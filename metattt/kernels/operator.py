@@ -80,21 +80,20 @@ class Operation(Kernel):
 
     def results(self, call: Pass) -> Results:
         """What `forward` returns, uninitialized. On the CPU the weights at the start of each group are kept: `[B·H,
-        groups, state_size(weights)]`."""
+        groups, numbers of a learner]`."""
         (views, gates), weights = call.given.tokens, list(call.given.weights.values())
         k, eta = views.k, gates.eta
         groups = -(-k.shape[2] // (call.given.size * call.group))
-        kept = [eta.new_empty(k.shape[0] * k.shape[1], groups, state_size(weights))] if call.keep else []
+        size = sum([w.shape[-1] * (w.shape[-2] + 1) for w in weights if w.ndim == 4])  # matrices, with room for a bias
+        kept = [eta.new_empty(k.shape[0] * k.shape[1], groups, size)] if call.keep else []
         return empty_like_tokens(k, eta.dtype), [w.new_empty(w.shape) for w in weights], kept
 
-    def group_size(self, given: MiniBatches, sequences: int) -> int:
+    def group_size(self, call: Pass) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
-        count = given.tokens.views.k.shape[2] // given.size
-        return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
+        count = call.given.tokens.views.k.shape[2] // call.given.size
+        return call.given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
-    def scan(
-        self, given: MiniBatches, reference: Scan, documents: Tensor | None = None
-    ) -> tuple[Tensor, Tensors]:
+    def scan(self, given: MiniBatches, reference: Scan, documents: Tensor | None = None) -> tuple[Tensor, Tensors]:
         if type(self).device == "cpu" and given.matmul_dtype.itemsize == 2:
             given = wide(given)
         call, k = self.passed(given, documents=documents), given.tokens.views.k
@@ -129,7 +128,7 @@ class Operation(Kernel):
         """A call: whether a backward pass will follow is known from grad mode and the tensors, the group from sizes."""
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in flat(given))
         call = Pass(given, 0, keep, final, documents)
-        return call._replace(group=self.group_size(given, call.sequences))
+        return call._replace(group=self.group_size(call))
 
     def operate(self, call: Pass) -> list[Tensor]:
         """The operator: `Results` in a row."""
@@ -246,11 +245,6 @@ def dense(x: Tensor | None) -> Any:
 def empty_gradients(tokens: Tokens) -> Tokens:
     """Memory for the cotangents of views and gates, each in the type of its tensor, whatever the strides of that."""
     return tokens.map(lambda x: empty_like_tokens(x) if x.ndim == 4 else x.new_empty(x.shape))
-
-
-def state_size(weights: Sequence[Tensor]) -> int:
-    """Numbers that a learner keeps at the start of a group: its matrices, each with room for a bias."""
-    return sum([w.shape[-1] * (w.shape[-2] + 1) for w in weights if w.ndim == 4])
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -40,10 +40,10 @@ class NativeOnlineLinear(OnlineLinear, Operation):
             return "a momentum gate, or a step size for every weight"
         return reason_not_widened(given) or (None if load(SOURCE, {}) else "no library of a compiler (see warning)")
 
-    def group_size(self, given: MiniBatches, sequences: int) -> int:
+    def group_size(self, call: Pass) -> int:
         """Pairs whose weights the backward pass stores at once, whatever `layer.group_size` says of mini-batches. More
         need fewer to be kept, and no longer fit into the cache."""
-        return max(32, min(256, round(math.sqrt(given.tokens.k.shape[2]))))
+        return max(32, min(256, round(math.sqrt(call.given.tokens.k.shape[2]))))
 
     def forward(self, call: Pass) -> Results:
         (w,), pairs = call.given.weights.values(), pairs_of(call.given.tokens)

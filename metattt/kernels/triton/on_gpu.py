@@ -78,7 +78,7 @@ class OnGPU(Operation):
         """
         return 0
 
-    def group_size(self, given: MiniBatches, sequences: int) -> int:
+    def group_size(self, call: Pass) -> int:
         size: int = self.tuning.SEGMENT
         return size
 
