@@ -126,7 +126,7 @@ class Operation(Kernel):
 
     def passed(self, given: MiniBatches, final: bool = True, documents: Tensor | None = None) -> Pass:
         """A call: whether a backward pass will follow is known from grad mode and the tensors, the group from sizes."""
-        keep = torch.is_grad_enabled() and any(x.requires_grad for x in flat(given))
+        keep = torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), flat(given)))
         call = Pass(given, 0, keep, final, documents)
         return call._replace(group=self.group_size(call))
 
