@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from metattt.inner.by_kernel import scan
 from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import Block, Tokens
@@ -70,8 +71,7 @@ class Operation:
         group = None if plan.kernels else 0
         loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, group, self.tokens.k.dtype)
         batch, dtype = len(self.tokens.views.k), self.tokens.gates.eta.dtype
-        after = torch.zeros(batch, dtype=torch.long, device=self.cotangent.device)
-        return loop.columns(self.tokens, loop.start(batch, dtype), self.blocks, None, after, True)[0]
+        return scan(loop, self.tokens, loop.start(batch, dtype), self.blocks, False, True)[0]
 
     @property
     def leaves(self) -> dict[str, Tensor]:

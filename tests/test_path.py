@@ -49,12 +49,12 @@ def known(name: str, *overrides: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("way", "functions", "files", "calls"), [
-    ("fused", 78, 16, 97),
-    ("dual", 103, 19, 399),
-    ("module", 102, 23, 797),
-    ("solved", 73, 21, 111),
-    ("online", 81, 20, 111),
-    ("titans", 97, 23, 201),
+    ("fused", 72, 16, 91),
+    ("dual", 100, 19, 392),
+    ("module", 99, 23, 790),
+    ("solved", 69, 18, 104),
+    ("online", 72, 19, 102),
+    ("titans", 95, 23, 199),
 ])  # fmt: skip
 def test_one_forward_pass(way: str, functions: int, files: int, calls: int) -> None:
     """At most so many; a comprehension is a function and a call of its own before Python 3.12."""

@@ -117,14 +117,14 @@ class Widening(TorchDispatchMode):
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_autocast_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products stay in 16 bits: kernels take no others, and fp32 would be slow."""
-    types, columns = set(), InnerLoop.columns
+    types, run = set(), InnerLoop.run
 
     def seen(loop: InnerLoop, given: Tokens, *rest: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):  # as for the layer itself, but not for one that it learns
-            types.update([loop.matmul_dtype, *(x.dtype for x in (given.views.k, given.views.v, given.views.q))])
-        return columns(loop, given, *rest)
+            types.update(x.dtype for x in (given.views.k, given.views.v, given.views.q))
+        return run(loop, given, *rest)
 
-    monkeypatch.setattr(InnerLoop, "columns", seen)
+    monkeypatch.setattr(InnerLoop, "run", seen)
     layer = metattt.build(f"layer={name}", dim=32, num_heads=2, seed=0)
     x = torch.randn(2, 36, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16), Widening():

@@ -12,7 +12,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.inner.columns import to_device
 from metattt.inner.documents import between_starts, packed
-from metattt.inner.execution import in_groups, plainly
+from metattt.inner.execution import in_groups
 from metattt.inner.packing import Packing
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
@@ -166,7 +166,8 @@ def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tens
         return between_starts(given, partial(_reference, loop, slot))
     blocks, _ = consecutive(given.tokens.q.shape[2], 0, loop.plan.block)
     rule = loop.rule.bound(token_steps=lambda: given.tau)  # the tensor that the derivatives are wanted for
-    y, memory = plainly(loop._replace(rule=rule, slow=given.slow), given.tokens, {slot: given.weights}, blocks, True)
+    loop = loop._replace(rule=rule, slow=given.slow)
+    y, memory = loop.mini_batches(given.tokens, {slot: given.weights}, blocks, True)
     assert y is not None
     return y, memory[slot]
 
@@ -181,7 +182,7 @@ def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -
     """Blocks together, and whether they are whole mini-batches (of `size` tokens for all sequences, from the first
     token to the commit), as a kernel takes them; what lies between, block by block while decoding.
 
-    `committed`: at the first block a mini-batch begins; where not, the first block ends one that an earlier call began.
+    `committed`: a mini-batch begins with the first block; otherwise an earlier call began it.
     """
     runs: list[tuple[bool, list[Block]]] = []
     for block in blocks:

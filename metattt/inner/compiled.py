@@ -44,29 +44,27 @@ def allow() -> None:
 def in_a_loop(
     loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
 ) -> tuple[Tensor | None, Memory]:
-    """As `metattt.inner.execution.plainly`; the second mini-batch is compiled for all equal ones.
+    """As `InnerLoop.mini_batches`; the second mini-batch is compiled for all equal ones.
 
     The first mini-batch runs by itself: only after it the memory has all its slots.
     """
-    from metattt.inner.execution import plainly
-
     begin, *rest = blocks
     if begin.times > 1:
         begin, rest = begin._replace(times=1), [begin._replace(times=begin.times - 1), *rest]
     if not rest or rest[0].times < 2 or not allowed():
-        return plainly(loop, tokens, memory, blocks, read)
+        return loop.mini_batches(tokens, memory, blocks, read)
     alike, *rest = rest
     count, size = len(range(alike.times)), alike.length  # a number, not an open one
     lengths = [begin.length, alike.columns, *([sum([block.columns for block in rest])] if rest else [])]
     first, middle, *last = tokens.split(lengths)
-    y, memory = plainly(loop, first, memory, [begin], read)
+    y, memory = loop.mini_batches(first, memory, [begin], read)
     slots = [(slot, name) for slot, weights in memory.items() for name in weights]
     present = [x is not None for x in middle.tensors]
 
     def body(carried: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         views = iter(given)
         piece = Tokens.from_tensors([next(views) if here else None for here in present])
-        y, after = plainly(loop, piece, named(slots, carried), [alike._replace(times=1)], read)
+        y, after = loop.mini_batches(piece, named(slots, carried), [alike._replace(times=1)], read)
         # copies: what a loop returns may not be a view of what it was given
         leaving = [after[slot][name].clone(memory_format=torch.contiguous_format) for slot, name in slots]
         return leaving, [] if y is None else [y.clone(memory_format=torch.contiguous_format)]
@@ -79,6 +77,6 @@ def in_a_loop(
         chosen = ys[0].index_select(0, torch.arange(count, device=ys[0].device))
         outputs.append(chosen.movedim(0, 2).flatten(2, 3))
     if rest:
-        y, memory = plainly(loop, last[0], memory, rest, read)
+        y, memory = loop.mini_batches(last[0], memory, rest, read)
         outputs += [] if y is None else [y]
     return (torch.cat(outputs, dim=2) if outputs else None), memory

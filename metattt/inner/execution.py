@@ -22,13 +22,12 @@ from metattt.inner.compiled import in_a_loop
 from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
-from metattt.inner.tokens import Block, Tokens, each, most_joined, rows
+from metattt.inner.tokens import Block, Tokens, each, most_joined
 from metattt.memory import Memory, named
 from metattt.modules import RECORDING, TRACED, transformed
 from metattt.nested import map_tensors, tensors_of
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
-from metattt.tasks.base import Views
 from metattt.torch_private import saved_tensor_hooks
 
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
@@ -48,21 +47,21 @@ def in_groups(
     if compiling:
         return in_a_loop(loop, tokens, memory, blocks, read)
     if not torch.is_grad_enabled() or transformed():
-        return plainly(loop, tokens, memory, blocks, read)
+        return loop.mini_batches(tokens, memory, blocks, read)
     if not _differentiable(loop, tokens, memory) and not _beside(loop, tokens, memory, read):
         with torch.no_grad():  # inner gradients must not make the result look as if it were differentiable
-            return plainly(loop, tokens, memory, blocks, read)
+            return loop.mini_batches(tokens, memory, blocks, read)
     if size is None:
         # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
         least = most_joined(tokens) // loop.plan.block if loop.plan.form == "chunks" else 1
         size = 0 if few else max(least, round(math.sqrt(sum([block.times for block in blocks]))), 1)
     if size == 0:
-        return plainly(loop, tokens, memory, blocks, read)
+        return loop.mini_batches(tokens, memory, blocks, read)
     beside = _beside(loop, tokens, memory, read)
     if beside:
         loop.plan.say_stored(beside)
-        return plainly(loop, tokens, memory, blocks, read)
+        return loop.mini_batches(tokens, memory, blocks, read)
     blocks = each(blocks)
     groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
     outputs: list[Tensor] = []
@@ -83,31 +82,6 @@ def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
     return any(x.requires_grad for part in parts for x in (*weights, *part.parameters(), *part.buffers()))
 
 
-def plainly(
-    loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
-) -> tuple[Tensor | None, Memory]:
-    """`InnerLoop.mini_batches` with autocast off: `loop.matmul_dtype` is the type to which operands are rounded."""
-    rule, dtype = loop.rule, tokens.gates.eta.dtype
-    if rule.has_token_steps and not torch.compiler.is_compiling():
-        tau = rule.token_steps()
-        rule = rule.bound(token_steps=lambda: tau)
-    device = tokens.views.k.device.type
-    with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # (autocast knows no meta device)
-        other = loop.matmul_dtype != dtype
-        for x in tokens.views:  # a task of one's own may round one alone
-            other = other or (x is not None and x.dtype != dtype)
-        if other:
-            alike = tokens.in_common  # stays so: a window of rows, not of copies
-            views = [
-                rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if x is not None and alike and x.ndim == 5 else x
-                for x in tokens.views
-            ]
-            wide: list[Any] = [None if x is None else x.to(dtype) for x in views]
-            tokens = Tokens(Views(*wide), tokens.gates)
-        slow = {name: value.to(dtype) for name, value in (loop.slow or loop.learner.slow).items()}
-        return loop._replace(rule=rule, slow=slow).mini_batches(tokens, memory, blocks, read)
-
-
 def recomputed(
     loop: Parts,
     tokens: Tokens,
@@ -116,7 +90,7 @@ def recomputed(
     read: bool,
     through: Callable[..., Sequence[Tensor]] = recompute,
 ) -> tuple[Tensor | None, Memory]:
-    """`plainly`, recomputed in the backward pass. Parameters travel as inputs, and are put into copies of the
+    """`mini_batches`, recomputed in the backward pass. Parameters travel as inputs, and are put into copies of the
     parts.
 
     (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.) `through`
@@ -196,7 +170,7 @@ def _as_function(
     read: bool,
     buffers: bool = False,
 ) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[tuple[str, str]]]:
-    """`plainly` as a function of tensors, these tensors, and (once it has run) what its outputs after the
+    """`mini_batches` as a function of tensors, these tensors, and (once it has run) what its outputs after the
     predictions are."""
     parts = nn.ModuleList((loop.task, loop.learner, loop.rule))
     parameters: Tensors = dict(parts.named_parameters())
@@ -211,7 +185,7 @@ def _as_function(
         given, entering, columns, values = map_tensors(lambda _: next(rest), places, type(...))
         task, learner, rule = with_values(parts, values)
         inside = loop._replace(task=task, learner=learner, rule=rule)  # type: ignore[arg-type]
-        y, leaving = plainly(inside, given, entering, columns, read)
+        y, leaving = inside.mini_batches(given, entering, columns, read)
         after[:] = [(slot, name) for slot, weights in leaving.items() for name in weights]
         return ([y] if y is not None else []) + [leaving[slot][name] for slot, name in after]
 

@@ -18,6 +18,26 @@ from metattt.optimizers.base import InnerOptimizer
 from metattt.state import WHOLE_CALL, State
 
 
+def learned_then_read(
+    loop: Parts,
+    tokens: Tokens,
+    memory: Memory,
+    blocks: Sequence[Block],
+    is_filled: Tensor | None,
+    after: Tensor,
+) -> tuple[Tensor, Memory]:
+    """A call with a `final` read: predictions `[B, H, columns, d]` with the weights that all its tokens have left, and
+    the memory.
+
+    Args:
+        is_filled: `[B, columns]` columns that hold a token; None: all.
+        after: `[B]` tokens since the start of the document, after the call.
+    """
+    *_, memory = steps(loop, tokens, memory, blocks, is_filled, after)
+    now = loop.rule.current(memory, after % loop.rule.mini_batch_size)
+    return predictions(loop, tokens, {"commit": now}, blocks), memory
+
+
 def steps(
     loop: Parts,
     tokens: Tokens,
@@ -93,7 +113,7 @@ def read_only(loop: Parts, q: Tensor, state: State, dtype: torch.dtype) -> Tenso
         )
     memory = state.weights or loop.start(q.shape[0], dtype)
     commits = rule.read in ("previous", "committed")
-    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # as `plainly`
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # as `mini_batches`
         open_ = torch.zeros_like(state.pos) if size == WHOLE_CALL else state.pos % size  # a call leaves nothing open
         weights = memory["commit"] if commits else rule.current(memory, open_)
         slow = {name: value.to(dtype) for name, value in loop.learner.slow.items()}

@@ -1,6 +1,6 @@
 """The inner loop: one learner trained along the sequence, mini-batch by mini-batch.
 
-A mini-batch of b tokens begins at the committed weights W_a. For its tokens t, in words of `docs/mathematics.md`,
+A mini-batch of b tokens begins at the committed weights W_a. For its tokens t (symbols: `docs/mathematics.md`),
 
 `G_t = ∇ℓ(f(k_t; W_g), v_t)`, `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, `y_t = f(q_t; W_r)`.
 
@@ -35,7 +35,7 @@ from metattt.inner.checks import check_call, say_cut
 from metattt.inner.columns import make_layout
 from metattt.inner.committed import gated
 from metattt.inner.execution import in_groups
-from metattt.inner.final import predictions, steps
+from metattt.inner.final import learned_then_read
 from metattt.inner.forms import FORMS, SHARE
 from metattt.inner.packing import Call
 from metattt.inner.parts import Parts
@@ -46,8 +46,8 @@ from metattt.state import WHOLE_CALL, State, Tensors
 
 
 class InnerLoop(Parts):
-    """Runs the inner loop along a sequence: `run` is a call, `columns` its tokens in columns, `mini_batches` and
-    `mini_batch` their parts, `learn` the inner steps."""
+    """The inner loop of a layer. `run` is a call; without a kernel it comes to `mini_batches`, which takes one
+    `mini_batch` after the other; `learn` is the inner steps of one."""
 
     def run(self, tokens: Tokens, state: State, call: Call) -> tuple[Tensor, State]:
         """One call: lays the tokens out in mini-batches, runs them, and returns predictions `[B, H, T, d]` and the
@@ -79,17 +79,22 @@ class InnerLoop(Parts):
         else:
             make = make_layout if call.packing is None else call.packing.layout
             layout = make(call.ctx, state, plan.period, plan.block, bool(plan.kernels))
-        if whole_call:
+        if whole_call:  # it is committed, also where padding or the end of a document cuts it short
             blocks = [block._replace(commit=block.filled > 0) for block in layout.blocks]
-            layout = layout._replace(blocks=blocks, phase=0)  # what padding or a document's end cuts short counts, too
+            layout = layout._replace(blocks=blocks, phase=0)
         elif self.rule.read == "block":
             say_cut(self, state.phase, layout, count)
         if layout.column is not None:
             tokens = tokens.map(layout.scatter)
         if layout.is_filled is not None:
             tokens = tokens.masked(layout.is_filled)
-        after = torch.zeros_like(call.after) if whole_call else call.after
-        y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, after, donated)
+        if rule.read == "final":
+            after = torch.zeros_like(call.after) if whole_call else call.after
+            y, memory = learned_then_read(loop, tokens, memory, layout.blocks, layout.is_filled, after)
+        elif plan.kernels and plan.kernels[0].anchor != "online":
+            y, memory = scan(loop, tokens, memory, layout.blocks, layout.is_filled is not None, donated)
+        else:
+            y, memory = in_groups(loop, tokens, memory, layout.blocks, True)  # type: ignore[assignment]
         y = y if layout.column is None else layout.gather(y)
         open_: Tensors = {}
         if plan.replays:
@@ -97,45 +102,36 @@ class InnerLoop(Parts):
         # (not `state._replace`: torch 2.11 cannot compile a call that returns what that makes)
         return y, State(call.after, layout.phase, memory, state.task, state.optimizer, open_)
 
-    def columns(
-        self,
-        tokens: Tokens,
-        memory: Memory,
-        blocks: Sequence[Block],
-        is_filled: Tensor | None,
-        after: Tensor,
-        donate_state: bool,
-    ) -> tuple[Tensor, Memory]:
-        """All columns of a call: predictions `[B, H, columns, d]` and the new memory. `is_filled` `[B, columns]`:
-        filled columns."""
-        if self.rule.read != "final":
-            if self.plan.kernels and self.plan.kernels[0].anchor != "online":
-                return scan(self, tokens, memory, blocks, is_filled is not None, donate_state)
-            return in_groups(self, tokens, memory, blocks, True)  # type: ignore[return-value]
-        *_, memory = steps(self, tokens, memory, blocks, is_filled, after)
-        now = self.rule.current(memory, after % self.rule.mini_batch_size)
-        return predictions(self, tokens, {"commit": now}, blocks), memory
-
     def mini_batches(
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
-        """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory."""
+        """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory.
+
+        Autocast is off here; `matmul_dtype` is the type to which operands of products are rounded.
+        """
+        rule, dtype, device = self.rule, tokens.gates.eta.dtype, tokens.views.k.device.type
+        if rule.has_token_steps and not torch.compiler.is_compiling():
+            tau = rule.token_steps()
+            rule = rule.bound(token_steps=lambda: tau)
         if self.plan.form == "chunks":
             blocks = joined(blocks, tokens)
         outputs: list[Tensor] = []
-        one = len(blocks) == 1 and blocks[0].times == 1
-        parts = [tokens] if one else tokens.split([block.length for block in blocks for _ in range(block.times)])
-        coming = iter(parts)
-        for block in blocks:
-            if block.restart is not None:
-                fresh = self.start(len(block.restart), tokens.gates.eta.dtype)
-                memory = choose(block.restart, fresh, memory, memory)
-            for _ in range(block.times):
-                if read:
-                    y, memory = self.mini_batch(next(coming), memory, block)
-                    outputs.append(y)
-                else:
-                    memory = self.learn(next(coming), memory, block)[2]
+        with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # (autocast knows no meta device)
+            tokens = tokens.wide()
+            slow = {name: value.to(dtype) for name, value in (self.slow or self.learner.slow).items()}
+            loop, one = self._replace(rule=rule, slow=slow), len(blocks) == 1 and blocks[0].times == 1
+            parts = [tokens] if one else tokens.split([block.length for block in blocks for _ in range(block.times)])
+            coming = iter(parts)
+            for block in blocks:
+                if block.restart is not None:
+                    fresh = loop.start(len(block.restart), dtype)
+                    memory = choose(block.restart, fresh, memory, memory)
+                for _ in range(block.times):
+                    if read:
+                        y, memory = loop.mini_batch(next(coming), memory, block)
+                        outputs.append(y)
+                    else:
+                        memory = loop.learn(next(coming), memory, block)[2]
         return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
     def mini_batch(self, tokens: Tokens, memory: Memory, block: Block) -> tuple[Tensor, Memory]:

@@ -47,7 +47,7 @@ class Parts(NamedTuple):
     def mini_batches(
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
-        """See `metattt.inner.loop.InnerLoop`."""
+        """`metattt.inner.loop.InnerLoop` defines it: every loop is one, but its module imports those that use this."""
         raise NotImplementedError
 
     # -- at one set of weights per sequence ----------------------------------------------------------------------------

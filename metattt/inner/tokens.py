@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,11 +69,26 @@ class Tokens(NamedTuple):
         """Applies `function` to every tensor at hand."""
         return Tokens.from_tensors([None if x is None else function(x) for x in self.tensors])
 
+    def wide(self) -> Tokens:
+        """Tokens whose views have the type of the gates."""
+        dtype, narrow = self.gates.eta.dtype, False
+        for x in self.views:  # a task of one's own may round one alone
+            narrow = narrow or (x is not None and x.dtype != dtype)
+        if not narrow:
+            return self
+        alike = self.in_common  # stays so: a window of rows, not of copies
+        views = [
+            rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if x is not None and alike and x.ndim == 5 else x
+            for x in self.views
+        ]
+        wide: list[Any] = [None if x is None else x.to(dtype) for x in views]
+        return Tokens(Views(*wide), self.gates)
+
     def split(self, lengths: Sequence[int] | int) -> list[Tokens]:
         """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in
         T."""
-        parts: list[Any] = [None if x is None else x.split(lengths, dim=2) for x in self.tensors]
-        return [Tokens.from_tensors([None if x is None else x[i] for x in parts]) for i in range(len(parts[0]))]
+        parts: list[Any] = [repeat(None) if x is None else x.split(lengths, dim=2) for x in self.tensors]
+        return list(map(Tokens.from_tensors, zip(*parts, strict=False)))
 
     def masked(self, is_filled: Tensor) -> Tokens:
         """Unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `is_filled` `[B, columns]`."""
@@ -124,7 +140,7 @@ class Tokens(NamedTuple):
         weights move after the last one.
 
         Args:
-            in_common: k and v that tokens have in common once each, T + n − 1 rows of them.
+            in_common: rows of k and v that neighbouring tokens share are taken once: T + n − 1 rows.
         """
         pairs = self.pairs
         if pairs is None:
@@ -286,8 +302,8 @@ def fitted(
     views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
 ) -> tuple[Views, Gates]:
     """Checks views and gates, and expands them to `shape` `(B, H, T)`: a user's part may return one value for all, or
-    anything, and kernels read memory by these shapes. Views become the type of products (on a GPU, autocast norms them
-    in fp32), gates fp32 or wider, and η includes the weight of each pair.
+    anything, and kernels read memory by these shapes. Views become the type of products (on a GPU, autocast leaves
+    norms in fp32), gates fp32 or wider, and η includes the weight of each pair.
 
     Raises:
         MetaTTTError: views that do not fit each other, or that the learner has no use for, gates of another kind, or a
