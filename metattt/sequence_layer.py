@@ -49,8 +49,8 @@ class SequenceLayer(Declared, ABC):
                 `optimizer.mini_batch_size=null` or a read `block` or `final` makes the call part of the rule.
             mask: `[B, T]` bool, True for real tokens. Padding may be anywhere and changes nothing; its outputs are 0.
             reset: `[B, T]` bool, True at the first token of a packed document: the state starts again.
-            packing: the layout for `mask` and `reset`, computed once for many layers; then `x` and the output are in
-                its order.
+            packing: what `pack` makes of `mask` and `reset`, for all layers of a model; then `x` and the output have
+                padding last.
             donate_state: the caller gives up `state`, and its weights may be written over (decoding without
                 derivatives).
 

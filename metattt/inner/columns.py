@@ -87,11 +87,11 @@ def make_layout(
         state: the state before the call, with the positions of the sequences.
         period: tokens after which the rule repeats itself; None if it does not depend on the phase.
         block: tokens per step of the scan; equal to `period` if there is one.
-        open_last: what sequences of different lengths leave open goes into one block, the last, so that kernels run all
-            before it: every sequence completes its mini-batch there, or has no token.
+        open_last: the mini-batches that sequences leave open share one block, the last. In each block before it a
+            sequence completes its mini-batch or has no token, so kernels can run it.
         host: `ctx.valid` and `ctx.first` on the host, where they are at hand.
         open_: `[B]` columns before the first real token; None: its place in its mini-batch.
-        lead: `[B]` column of index 0 in `ctx`; below `open_` where `ctx` begins with unfilled slots. None: the same.
+        lead: `[B]` column of the first place in `ctx`, less than `open_` if that place holds no token. None: `open_`.
     """
     length, phase, end = ctx.positions.shape[1], 0 if period is None else state.phase, None
     open_last = open_last and period is not None and length > 1

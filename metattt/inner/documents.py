@@ -39,8 +39,9 @@ def between_starts(given: MiniBatches, scan: Scan) -> tuple[Tensor, Tensors]:
 
 
 def in_one_row(kernel: Kernel, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-    """`kernel.scan` of all documents, what each sequence carries on among them, one after the other in a row of tokens
-    `[1, H, B·T, ...]`, with weights `[N, H, ...]` and the bounds of the N documents `[N + 1]` in tokens."""
+    """One call of `kernel.scan` for N documents, those that an earlier call began among them. They stand one after the
+    other in one row of tokens `[1, H, B·T, ...]`; weights are `[N, H, ...]`, and bounds `[N + 1]` say in tokens where
+    documents begin and end."""
     assert given.begins is not None
     starts, device = given.begins.clone(), given.tokens.k.device
     starts[:, 0] = True

@@ -219,7 +219,7 @@ class InnerOptimizer(Component, ABC):
             )
 
     def bound(self, **attributes: object) -> InnerOptimizer:
-        """This rule with other attributes, for some mini-batches: its token steps, computed once, or their size."""
+        """A copy of this rule with other attributes: token steps that are computed already, or another size."""
         bound = object.__new__(type(self))
         bound.__dict__.update(self.__dict__, **attributes)
         return bound
