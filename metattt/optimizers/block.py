@@ -105,7 +105,8 @@ class BlockRule(StepSize):
     def commit(self, memory: Memory, filled: int | Tensor) -> Memory:
         pool = memory.get("pool", {})
         count = torch.where(pool["count"] == 0, 1, pool["count"]) if "count" in pool else 1
-        alpha, beta = (pool[name] / count if name in pool else None for name in ("alpha", "beta"))
+        alpha = pool["alpha"] / count if "alpha" in pool else None
+        beta = pool["beta"] / count if "beta" in pool else None
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
         moved = self.move(memory | begun, alpha, beta)
