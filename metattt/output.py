@@ -69,7 +69,7 @@ def make_gate(kind: bool | str, rank: int | str | None, dim: int, width: int, he
     """The projection of the token that a gate is a function of: `[B, T, dim]` to `[B, T, width]`.
 
     Raises:
-        MetaTTTError: a rank without a gate, or one that this machine cannot hold.
+        MetaTTTError: a rank without a gate.
     """
     if not kind and rank is not None:
         wrong = f"layer.gate_rank={rank} is of a gate, and layer.gate=false"

@@ -79,8 +79,8 @@ class Learner(Component, ABC):
         """Creates W0 and the slow weights. Called once, by the layer.
 
         Raises:
-            MetaTTTError: the learner already belongs to a layer, a residual connection between different widths, or
-                weights that this machine cannot hold.
+            MetaTTTError: the learner already belongs to a layer, or a residual connection between different widths.
+            KeyError: a name of a weight that torch does not allow.
         """
         with self.claimed():
             if self.residual and d_in != d_out:
@@ -100,12 +100,7 @@ class Learner(Component, ABC):
                 sample = weight.sample(num_heads)
                 self.shapes[name] = tuple(sample.shape)
                 held = self.init if weight.fast else self.slow
-                try:
-                    held[name] = nn.Parameter(sample, requires_grad=self.learn_init or not weight.fast)
-                except KeyError as error:
-                    raise MetaTTTError(
-                        f"{type(self).__name__} names a weight {name!r}, which torch does not allow: {error.args[0]}"
-                    ) from error
+                held[name] = nn.Parameter(sample, requires_grad=self.learn_init or not weight.fast)
         return self
 
     def equations(self) -> list[str]:
