@@ -63,7 +63,7 @@ class Component(Declared):
         if self.belongs:
             self.refuse_late(name, value)
         kind = type(self)
-        if not self.belongs and (name in self._reserved or _shadows(kind, name, value)):
+        if (name in self._reserved and not self.belongs) or _shadows(kind, name, value):
             raise MetaTTTError(_taken(kind, name))
         if isinstance(value, nn.Module | nn.Parameter) and "_modules" not in self.__dict__:
             raise MetaTTTError(f"{kind.__name__}.__init__ sets {name!r} before super().__init__(): call that first")

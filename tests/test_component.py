@@ -110,6 +110,11 @@ def test_a_value_that_is_assigned_to_a_learner_is_checked_in_the_next_call(name:
     layer(x)
 
 
+def test_a_value_in_the_place_of_a_method_is_refused_in_a_built_layer() -> None:
+    with pytest.raises(MetaTTTError, match="sets an attribute called 'loss', which Task has for its own use"):
+        build("ttt_linear", dim=16, num_heads=2).task.loss = "dot"  # the setting is loss_name
+
+
 def test_a_class_that_is_written_after_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which wraps the constructor of modules for the whole process."""
     plain = nn.Module.__init__
