@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -80,6 +81,23 @@ def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
     weights = [x for named in memory.values() for x in named.values()]
     parts = loop.task, loop.learner, loop.rule
     return any(x.requires_grad for part in parts for x in (*weights, *part.parameters(), *part.buffers()))
+
+
+def in_full(mini_batches: Any) -> Any:
+    """Decorates `InnerLoop.mini_batches`: autocast is off (`matmul_dtype` is the type to which operands of products are
+    rounded), views have the type of the gates, and what is the same for all mini-batches is computed once."""
+
+    @wraps(mini_batches)
+    def run(loop: Any, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool) -> Any:
+        rule, dtype, device = loop.rule, tokens.gates.eta.dtype, tokens.views.k.device.type
+        if rule.has_token_steps and not torch.compiler.is_compiling():
+            tau = rule.token_steps()
+            rule = rule.bound(token_steps=lambda: tau)
+        with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # (autocast knows no meta device)
+            slow = {name: value.to(dtype) for name, value in (loop.slow or loop.learner.slow).items()}
+            return mini_batches(loop._replace(rule=rule, slow=slow), tokens.wide(), memory, blocks, read)
+
+    return run
 
 
 def recomputed(

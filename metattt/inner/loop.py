@@ -34,7 +34,7 @@ from metattt.inner.by_kernel import online, scan
 from metattt.inner.checks import check_call, say_cut
 from metattt.inner.columns import make_layout
 from metattt.inner.committed import gated
-from metattt.inner.execution import in_groups
+from metattt.inner.execution import in_full, in_groups
 from metattt.inner.final import learned_then_read
 from metattt.inner.forms import FORMS, SHARE
 from metattt.inner.packing import Call
@@ -59,9 +59,7 @@ class InnerLoop(Parts):
             call: positions, padding and documents of the call.
         """
         rule, plan, count = self.rule, self.plan, tokens.views.q.shape[2]
-        alike = call.ctx.valid is None and call.ctx.first is None and state.phase is not None
-        known = tokens.kind in plan.checked and (rule.has_token_steps or rule.token_steps() is None)
-        if torch.compiler.is_compiling() or not (alike and known):
+        if not self.is_checked(tokens, state, call.ctx):
             check_call(self, tokens, state, call.ctx)
         memory, donated, whole_call = state.weights, call.donate_state, rule.mini_batch_size == WHOLE_CALL
         if whole_call:  # all tokens are one mini-batch
@@ -102,36 +100,27 @@ class InnerLoop(Parts):
         # (not `state._replace`: torch 2.11 cannot compile a call that returns what that makes)
         return y, State(call.after, layout.phase, memory, state.task, state.optimizer, open_)
 
+    @in_full
     def mini_batches(
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
-        """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory.
-
-        Autocast is off here; `matmul_dtype` is the type to which operands of products are rounded.
-        """
-        rule, dtype, device = self.rule, tokens.gates.eta.dtype, tokens.views.k.device.type
-        if rule.has_token_steps and not torch.compiler.is_compiling():
-            tau = rule.token_steps()
-            rule = rule.bound(token_steps=lambda: tau)
+        """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the memory."""
         if self.plan.form == "chunks":
             blocks = joined(blocks, tokens)
         outputs: list[Tensor] = []
-        with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # (autocast knows no meta device)
-            tokens = tokens.wide()
-            slow = {name: value.to(dtype) for name, value in (self.slow or self.learner.slow).items()}
-            loop, one = self._replace(rule=rule, slow=slow), len(blocks) == 1 and blocks[0].times == 1
-            parts = [tokens] if one else tokens.split([block.length for block in blocks for _ in range(block.times)])
-            coming = iter(parts)
-            for block in blocks:
-                if block.restart is not None:
-                    fresh = loop.start(len(block.restart), dtype)
-                    memory = choose(block.restart, fresh, memory, memory)
-                for _ in range(block.times):
-                    if read:
-                        y, memory = loop.mini_batch(next(coming), memory, block)
-                        outputs.append(y)
-                    else:
-                        memory = loop.learn(next(coming), memory, block)[2]
+        one = len(blocks) == 1 and blocks[0].times == 1
+        parts = [tokens] if one else tokens.split([block.length for block in blocks for _ in range(block.times)])
+        coming = iter(parts)
+        for block in blocks:
+            if block.restart is not None:
+                fresh = self.start(len(block.restart), tokens.gates.eta.dtype)
+                memory = choose(block.restart, fresh, memory, memory)
+            for _ in range(block.times):
+                if read:
+                    y, memory = self.mini_batch(next(coming), memory, block)
+                    outputs.append(y)
+                else:
+                    memory = self.learn(next(coming), memory, block)[2]
         return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
     def mini_batch(self, tokens: Tokens, memory: Memory, block: Block) -> tuple[Tensor, Memory]:

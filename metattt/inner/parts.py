@@ -15,7 +15,7 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory, at_start
 from metattt.modules import expand_like
 from metattt.optimizers.base import InnerOptimizer
-from metattt.state import Tensors
+from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
 
 
@@ -39,6 +39,13 @@ class Parts(NamedTuple):
     group_size: int | None = None
     matmul_dtype: torch.dtype = torch.float32
     slow: Tensors = {}  # noqa: RUF012 (nothing is written into it)
+
+    def is_checked(self, tokens: Tokens, state: State, ctx: Context) -> bool:
+        """Whether a call needs no checks of `metattt.inner.checks`: tokens of a known kind, all real, of one document,
+        at one phase."""
+        rule, alike = self.rule, ctx.valid is None and ctx.first is None and state.phase is not None
+        known = tokens.kind in self.plan.checked and (rule.has_token_steps or rule.token_steps() is None)
+        return alike and known and not torch.compiler.is_compiling()
 
     def start(self, batch: int, dtype: torch.dtype) -> Memory:
         """The memory of a fresh sequence: W0, or what the rule makes of it."""
