@@ -28,8 +28,7 @@ def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
             f"{type(rule).__name__} has its own current, and not the coefficients of the same W_t, by which most forms "
             "compute it: define both, or neither"
         )
-    own = getattr(rule.commit, "__func__", None) is not InnerOptimizer.commit and not hasattr(rule, "move")
-    if rule.anchor != "minibatch" and own:
+    if "commit" not in rule.slots and getattr(rule.commit, "__func__", None) is not InnerOptimizer.commit:
         raise MetaTTTError(
             f"{type(rule).__name__} has its own commit, which is called after mini-batches alone: leave it out, or set "
             f"optimizer.anchor=minibatch (now {rule.anchor})"

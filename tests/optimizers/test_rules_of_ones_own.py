@@ -178,6 +178,19 @@ def test_refused_when_the_layer_is_built(name: str) -> None:
         refusal(partial(layer_of, make, form=form), match=words, lines=1)
 
 
+@pytest.mark.parametrize("anchor", ["online", "batch"])
+def test_a_commit_of_ones_own_is_called_where_a_read_asks_for_the_last_one(anchor: str) -> None:
+    def stay(self: Any, memory: Any, filled: Any) -> Any:
+        return memory
+
+    torch.manual_seed(0)
+    plain = layer_of(partial(rule(Own), anchor=anchor, read="previous"))
+    mine = layer_of(partial(rule(Own, commit=stay), anchor=anchor, read="previous"))
+    mine.load_state_dict(plain.state_dict())
+    expected, found = plain(x)[0], mine(x)[0]
+    assert torch.equal(found[:, :4], expected[:, :4]) and not torch.allclose(found[:, 4:], expected[:, 4:])
+
+
 def test_coefficients_that_no_form_would_use_are_refused() -> None:
     """The plain recurrence, token by token, takes the gates alone."""
 
