@@ -78,7 +78,8 @@ class ScanBlock(Mixer):
         v = F.silu(v)
         low, k, q = self.x_proj(v).split([self.rank, self.d_state, self.d_state], dim=-1)
         steps: Any = getattr(self, self.steps)
-        hooked = steps._forward_hooks or steps._forward_pre_hooks or steps._backward_hooks or "forward" in vars(steps)
+        hooks = steps._forward_hooks, steps._forward_pre_hooks, steps._backward_hooks, steps._backward_pre_hooks
+        hooked = any(hooks) or "forward" in vars(steps)
         plain = type(steps) is nn.Linear and not hooked  # its bias is added in fp32; anything else is called
         step = F.linear(low, steps.weight) if plain else steps(low)
         accum_dtype = torch.promote_types(x.dtype, torch.float32)

@@ -324,6 +324,10 @@ def test_what_stands_in_place_of_a_map_of_steps_is_called(name: str, target: str
     with plain.register_forward_hook(lambda _, given, made: 0 * made):
         assert not torch.allclose(layer(x)[0], before)
     assert torch.equal(layer(x)[0], before)
+    called: list[nn.Module] = []
+    with plain.register_full_backward_pre_hook(lambda module, _: called.append(module)):
+        layer(x)[0].sum().backward()
+    assert called == [plain]
     setattr(layer, target, nn.Sequential(plain))
     torch.testing.assert_close(layer(x)[0], before)
     setattr(layer, target, nn.Sequential(nn.ReLU(), plain))
