@@ -191,8 +191,10 @@ class PlannedLayer(SequenceLayer):
         Raises:
             MetaTTTError: it fails on `data`, and runs without.
         """
+        if torch.compiler.is_compiling():  # which cannot plan again inside of the graph
+            return method(views, data, ctx, gates)
         _ = self.plan  # nothing else asks for it: settings that were assigned since are checked
-        if not data or torch.compiler.is_compiling():
+        if not data:
             return method(views, data, ctx, gates)
         try:
             return method(views, data, ctx, gates)

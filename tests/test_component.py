@@ -115,6 +115,16 @@ def test_a_value_in_the_place_of_a_method_is_refused_in_a_built_layer() -> None:
         build("ttt_linear", dim=16, num_heads=2).task.loss = "dot"  # the setting is loss_name
 
 
+def test_no_graph_of_a_learner_that_keeps_its_data_plans_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = build("attention", dim=16, num_heads=2), torch.randn(1, 3, 16)
+    layer.learner.window, plan = 2, layer._plan
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        y = layer(x)[0]
+    assert layer._plan is plan
+    torch.testing.assert_close(layer(x)[0], y)
+
+
 def test_a_class_that_is_written_after_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which wraps the constructor of modules for the whole process."""
     plain = nn.Module.__init__
