@@ -131,7 +131,7 @@ def _weights(learner: Learner) -> list[str]:
         lines.append(f"gradients are multiplied by a factor of their weight, where it is not 1: {factors}")
     if learner.slow:
         lines.append(f"slow weights, learned by the outer loop alone: {shapes(learner.slow)}")
-    if own := ", ".join(learner._parameters):
+    if own := ", ".join(name for name, one in learner.named_parameters(recurse=False) if one.requires_grad):
         lines.append(f"parameters of its own, learned by the outer loop alone: {own}")
     if learner.norm:
         lines.append("LN: over the outputs of a head, ε = 1e-06, then norm_scale and norm_bias")

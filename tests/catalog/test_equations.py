@@ -250,6 +250,8 @@ def test_a_part_with_a_constructor_of_its_own_shows_what_it_passes_on_and_its_pa
         def __init__(self, start: float = 1.0, **rest: Any):
             super().__init__(**rest)
             self.heat = nn.Parameter(torch.tensor(start))
+            self.still = nn.Parameter(torch.zeros(3), requires_grad=False)
+            self.register_parameter("none", None)
 
     made = Warm(2.0, bias=False)
     assert made.extra_repr() == "start=2.0, bias=False"
