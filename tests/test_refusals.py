@@ -277,6 +277,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=mamba layer.group_size=-1", "layer.group_size=-1 is not allowed"),
     ("layer=mamba layer.dt_max=1e-4", "layer.dt_max=0.0001 is not allowed: it must be at least 0.001"),
     ("layer=mamba layer.expand=1000000000", "layer: there is not enough memory for another"),
+    ("layer=rwkv7 task.rank=1000000000000000000", "layer: there is not enough memory"),
     ("layer=longhorn +learner.bias=false", "`+learner.bias=false` sets nothing: this layer has no learner"),
     ("layer=longhorn learner=mlp", "`learner=mlp` chooses nothing: this layer has no learner"),
     ("layer=longhorn optimizer.base_lr=2", "this layer has no optimizer"),

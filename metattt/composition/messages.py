@@ -256,7 +256,8 @@ def explain_instantiation(error: BaseException, part: str) -> str:
 def out_of_memory(error: BaseException) -> str | None:
     """The message for tensors that do not fit into memory; None for other errors."""
     said = str(error)
-    if not isinstance(error, MemoryError) and not re.search("out of memory|(can't allocate|not enough) memory", said):
+    known = "out of memory|(can't allocate|not enough) memory|Storage size calculation overflowed"  # beyond 64 bits
+    if not isinstance(error, MemoryError) and not re.search(known, said):
         return None
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", said)
     more = f" for another {tried[1]}" if tried else ""
