@@ -245,7 +245,7 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     called = re.search(r"Error in call to target '(.*?)'", text)
     if called is None:
         return f"{key}: {first_line(cause)}"
-    if line := out_of_memory(cause):
+    if isinstance(cause, MemoryError | RuntimeError) and (line := out_of_memory(cause)):
         return f"{key}: {line}"
     leave = f"; {key}=custom has no settings but yours" if key in CUSTOM and "keyword argument" in str(cause) else ""
     frame = traceback.extract_tb(cause.__traceback__)[-1]

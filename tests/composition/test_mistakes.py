@@ -118,6 +118,11 @@ def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None
     refusal(lambda: build(*overrides.split(), "dim=16", "num_heads=2"), expected)
 
 
+def test_a_class_that_speaks_of_memory_keeps_its_words() -> None:
+    given = ("learner=custom", "learner._target_=fractions.Fraction", "learner.numerator='not enough memory slots'")
+    refusal(lambda: build(*given, "dim=16", "num_heads=2"), "raised ValueError: ", "not enough memory slots")
+
+
 def test_a_model_that_takes_no_layers() -> None:
     cfg = compose("dim=16", "num_heads=2")
     cfg.model = {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 4}
