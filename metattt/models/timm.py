@@ -7,7 +7,9 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from metattt.errors import MetaTTTError
+from torch import nn
+
+from metattt.errors import MetaTTTError, check_integer
 from metattt.models.vision import ImageTransformer
 from metattt.optional import need
 
@@ -74,12 +76,19 @@ def create(
     known = [*signature(ImageTransformer).parameters][1:]
     if unknown := options.keys() - {*known}:
         raise MetaTTTError(f"{model}: {min(unknown)}={options[min(unknown)]} is not taken: it knows {', '.join(known)}")
-    pair = options.pop("img_size") if isinstance(options.get("img_size"), list | tuple) else None
     size = SIZES[model] | options
+    pair: Any = size.get("img_size")
+    if isinstance(pair, list | tuple) and len(pair) == 2:
+        size["img_size"] = pair[0]
     parts = (f"layer={layer}", f"dim={size['embed_dim']}", f"num_heads={size['num_heads']}", "seed=null", *overrides)
     built = ImageTransformer(layer=partial(instantiate_layer, compose(*parts, job="build")), **size)
-    if pair is not None:  # not square
+    if pair != size.get("img_size"):  # not square
+        check_integer("img_size", pair[1])
+        if pair[1] % size["patch_size"]:
+            raise MetaTTTError(f"{model}: patch_size={size['patch_size']} does not divide img_size={pair}")
         built.set_input_size(img_size=pair)
+        if built.pos_embed is not None:  # timm has resampled those of a square: draw them as `position` says
+            nn.init.normal_(built.pos_embed, std=size["embed_dim"] ** -0.5)
     digits = model == "vit_digits_pixel"  # as metattt.data evaluates: whole digits, and centre crops of other pictures
     built.evaluated_with(model, *((1.0, "nearest") if digits else (0.875, "bilinear")))
     at = out_indices if isinstance(out_indices, int) else tuple(out_indices)

@@ -114,6 +114,13 @@ def test_images_that_are_no_squares() -> None:
     made = timm.create_model("vit_tiny_patch16_vittt", overrides=["task.rope=map"], **options | {"img_size": (32, 128)})
     made.load_state_dict(model.state_dict())
     assert torch.equal(made(x), told(x)) and made.pretrained_cfg["input_size"] == (3, 32, 128)
+    make = partial(timm.create_model, "vit_tiny_patch16_self_attention", depth=1)
+    assert make(patch_size=12, img_size=(12, 24))(torch.randn(1, 3, 12, 24)).shape == (1, 1000)  # 12 does not divide 224
+    learned = timm.create_model("vit_tiny_pixel_self_attention", depth=1, img_size=(8, 32)).pos_embed
+    assert float(learned.detach().std()) == pytest.approx(192**-0.5, rel=0.02)  # as of a square, not averages of neighbours
+    for sides in ((30, 32), (32, 30)):
+        refusal(lambda sides=sides: make(img_size=sides), "patch_size=16 does not divide")
+    refusal(lambda: make(img_size=(3, 32, 32)), "must be an integer")
 
 
 # -- sizes and costs ---------------------------------------------------------------------------------------------------
