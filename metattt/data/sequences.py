@@ -115,14 +115,14 @@ class _Drawn(Dataset[Batch]):
         batch = self.kept.get(tuple(index))
         if batch is None:
             inputs, labels = zip(*(self.data.sequence(self.part, i) for i in index), strict=True)
-            batch = _tensor(inputs), _tensor(labels)
+            batch = _tensor(inputs, self.data.vocab_size is None), _tensor(labels)
             if (size := sum(part.nbytes for part in batch)) <= self.room:
                 self.kept[tuple(index)] = batch
                 self.room -= size
         return batch[0].clone(), batch[1].clone()  # whatever becomes of it
 
 
-def _tensor(rows: tuple[np.ndarray, ...]) -> Tensor:
-    """What models read, whatever was drawn: numbers as float32, ids as int64."""
+def _tensor(rows: tuple[np.ndarray, ...], vectors: bool = False) -> Tensor:
+    """What models read, whatever was drawn: numbers as float32, ids as int64. The numbers of vectors may be whole."""
     made = torch.from_numpy(np.stack(rows))
-    return made.float() if made.is_floating_point() else made.long()
+    return made.float() if vectors or made.is_floating_point() else made.long()

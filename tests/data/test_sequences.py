@@ -67,6 +67,12 @@ class Waves(SequenceData):
         return wave[:-1, None], wave[1:]
 
 
+class Steps(Waves):
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        steps = random.integers(-9, 9, self.length + 1)
+        return steps[:-1, None], steps[1:].astype(float)
+
+
 class SmallIds(Bits):
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         ids, labels = super().draw(random)
@@ -77,6 +83,7 @@ def test_models_read_what_numpy_draws() -> None:
     numbers, ids = Waves().train_dataloader(), SmallIds().train_dataloader()
     assert all(part.dtype == torch.float32 for batch in numbers for part in batch)
     assert all(part.dtype == torch.int64 for batch in ids for part in batch)
+    assert all(batch[0].dtype == torch.float32 for batch in Steps().train_dataloader())
 
 
 def evaluated(run: Path, *overrides: str) -> Any:
