@@ -46,7 +46,7 @@ class Divergence(Callback):
         self.on_divergence, self.max_skipped = on_divergence, max_skipped
         self.skipped: list[int] = []  # steps, of the last 100
         self.losses: list[Tensor] = []  # of the batches of the step under way
-        self.inputs: Any = None  # of the latest of them
+        self.spoilt: list[Tensor] = []  # whether their inputs are not finite
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": list(self.skipped)}
@@ -65,8 +65,9 @@ class Divergence(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self.losses = []
-        self.inputs = batch[0] if isinstance(batch, list | tuple) else None
+            self.losses, self.spoilt = [], []
+        if isinstance(batch, list | tuple) and isinstance(batch[0], Tensor) and batch[0].is_floating_point():
+            self.spoilt.append((~torch.isfinite(batch[0])).any().float())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self.losses.append(loss.detach())
@@ -104,7 +105,7 @@ class Divergence(Callback):
         """Returns if the run can continue without the update of a step, or raises an error."""
         weights, text = diagnose(pl_module.model, self.losses)
         found, ending = f"step {step}: {text}", advice(pl_module)
-        if isinstance(self.inputs, Tensor) and not torch.isfinite(self.inputs).all():
+        if _agreed(trainer, *self.spoilt):
             ending = "the inputs of the batch are not finite either: mend the data"
         if self.on_divergence == "skip" and not weights:
             self.skipped = [*(one for one in self.skipped if one > step - WINDOW), step]
