@@ -77,7 +77,10 @@ class Call:
         """The state of a module before this call; None at the start."""
         held = states_in(self.given.cache).get(f"{name} {self.given.uses[name]}")
         if held is None and self.given.read_before:
-            raise MetaTTTError("the cache has read tokens that the attached layers have not: begin with a new cache")
+            raise MetaTTTError(
+                "the cache has read tokens that the attached layers have not, or In-Place TTT has read padding, from "
+                "which it does not go on (it generates from texts of one length): begin with a new cache"
+            )
         return held
 
     def keep(self, name: str, state: Any) -> None:

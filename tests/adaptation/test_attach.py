@@ -177,6 +177,7 @@ def test_in_place_takes_padding_after_the_tokens() -> None:
         for one, other in zip(found, expected, strict=True):
             close(one, other)
     refusal(lambda: made(IDS[:, :1], **{CACHE: cache_of(output)}), "begin with a new cache")
+    refusal(lambda: made.generate(IDS, attention_mask=mask, max_new_tokens=2), "padding", "texts of one length")
 
 
 @pytest.mark.parametrize("name", OTHERS)
