@@ -253,7 +253,8 @@ def test_text_that_a_run_may_have_trained_on_is_said(runs: Path, tmp_path: Path,
     assert "trained on" not in capsys.readouterr().out
     copied = shutil.copytree(runs / "text", tmp_path / "text")
     evaluate(compose(*given, f"data.path={copied}", job="eval"))
-    assert "trained on" not in capsys.readouterr().out  # the same text at another place
+    evaluate(compose(*given, f"data.path={copied}", "data.context_length=8", "data.validation_max_bytes=300", job="eval"))
+    assert "trained on" not in capsys.readouterr().out  # the same text at another place, however it is read
     for file in copied.glob("*.txt"):
         file.write_bytes(file.read_bytes()[::-1])
     evaluate(compose(*given, f"data.path={copied}", job="eval"))
