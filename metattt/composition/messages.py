@@ -80,15 +80,16 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
         )
     if not owner and key in CUSTOM and key in groups(job):
         return f"this layer has no {key}: leave out what sets it, or choose a layer that has one, e.g. layer=ttt_linear"
-    own = parent.get("_target_") if owner in CUSTOM and isinstance(parent, DictConfig) else None
-    if own and own not in PARAMETERS:  # which a file has chosen: in the place of its own `_target_`
-        return f"`{full_key}` is in no file, and {own} has no schema: write `++{full_key}=<value>`."
     known = known_keys(parent)
     part = _key_of_a_part(owner)
     if part != owner and part in known and f"{part}.{key}" not in known:
         return not_a_field(parent._get_root()._get_node(part), f"{part}.{key}", job)
     fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
     near = nearest(key, fields)
+    own = parent.get("_target_") if owner in CUSTOM and isinstance(parent, DictConfig) else None
+    if own and own not in PARAMETERS:  # which a file has chosen: in the place of its own `_target_`
+        way = f"did you mean `{owner}.{near}`? For another setting, write" if near else "write"
+        return f"`{full_key}` is in no file, and {own} has no schema: {way} `++{full_key}=<value>`."
     keys = set(known.values())
     suggestion = (
         (part != owner and known.get(f"{part}.{key}"))

@@ -153,6 +153,7 @@ def test_a_layer_may_choose_a_custom_part_and_set_it(tmp_path: Path) -> None:
     cfg = compose(where, "layer=mine", "optimizer.rank=5", "++optimizer.mean=true", job="build")
     assert dict(cfg.optimizer) == {"_target_": "a.B", "rank": 5, "mean": True}
     refusal(lambda: compose(where, "layer=mine", "optimizer.mean=true"), "`++optimizer.mean=<value>`")
+    refusal(lambda: compose(where, "layer=mine", "optimizer.rnak=5"), "did you mean `optimizer.rank`?")
     stack = compose(where, "model.blocks=[mine,ttt_linear]", "model.blocks.mine.optimizer.rank=7")
     assert stack.model.blocks.layers.mine.optimizer.rank == 7
 
