@@ -25,15 +25,21 @@ from metattt.optional import need
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**27  # of a tokenizer.json; those of 256,000 tokens have a quarter of it
-STARTS = (
-    "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]", "<｜begin▁of▁sentence｜>", "<BOS_TOKEN>",
-    "<|bos|>",
-)  # fmt: skip
-ENDS = (
-    "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]", "<｜end▁of▁sentence｜>",
-    "<EOS_TOKEN>", "<|eos|>",
-)  # fmt: skip
+STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
+ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]")
+RARE = ("<｜begin▁of▁sentence｜>", "<BOS_TOKEN>", "<|bos|>"), ("<｜end▁of▁sentence｜>", "<EOS_TOKEN>", "<|eos|>")
+"""Starts and ends of tokenizers that have none of these."""
 PROBE = "Why does memory grow, when I train?\n\n(No: it's 2.5 <b>x</b> as  large; isn't it!)"
+
+
+def _bounds(special: Mapping[str, int], vocabulary: Mapping[str, int]) -> tuple[int | None, int | None]:
+    """The tokens before and after a document; None: there is none."""
+    for names in ((STARTS, ENDS), RARE):
+        known = special if special.keys() & {*names[0], *names[1]} else vocabulary
+        start, end = (next((known[name] for name in one if name in known), None) for one in names)
+        if start is not None or end is not None:
+            break
+    return start, end
 
 
 class Tokenizer:
@@ -135,7 +141,7 @@ class FileTokenizer(Tokenizer):
             self.tokenizer = library.Tokenizer.from_str(content)
             added = self.tokenizer.get_added_tokens_decoder().items()
             special = {token.content: number for number, token in added if token.special}
-            known = special if special.keys() & {*STARTS, *ENDS} else self.tokenizer.get_vocab()
+            start, end = _bounds(special, self.tokenizer.get_vocab())
             self._special = set(special.values())
             if "merges" not in parsed["model"]:
                 self.tokenizer = library.Tokenizer.from_str(_hidden(parsed, special))
@@ -144,12 +150,10 @@ class FileTokenizer(Tokenizer):
             self.tokenizer.no_padding()
         if parsed["model"].get("dropout"):
             raise MetaTTTError(f"tokenizer={name} is random (dropout): set model.dropout to null in it")
-        start, end = (next((known[name] for name in names if name in known), None) for names in (STARTS, ENDS))
         separator = end if start is None else start
         if separator is None:
-            raise MetaTTTError(
-                f"tokenizer={name} has no token for the start or end of a document: {', '.join(STARTS + ENDS)}"
-            )
+            names = ", ".join((*STARTS, *ENDS, *RARE[0], *RARE[1]))
+            raise MetaTTTError(f"tokenizer={name} has no token for the start or end of a document: {names}")
         self.vocab_size: int = max(self.tokenizer.get_vocab().values()) + 1
         self.separator: int = separator
         self.end: int | None = end if start is not None else None

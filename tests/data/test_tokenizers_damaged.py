@@ -79,6 +79,17 @@ def test_bytes_and_surrogates() -> None:
     refusal(lambda: ByteTokenizer().encode("a\ud800"), "half a surrogate pair at character 1")
 
 
+@pytest.mark.parametrize(("names", "bounds"), [
+    (("<s>", "</s>"), (0, 1)), (("<|endoftext|>", "<|bos|>"), (0, None)), (("<BOS_TOKEN>", "<EOS_TOKEN>"), (0, 1)),
+    (("<|eos|>", "x"), (0, None)),
+])  # fmt: skip
+def test_tokens_before_and_after_a_document(names: tuple[str, str], bounds: tuple[int, int | None]) -> None:
+    added = [{**content()["added_tokens"][0], "id": place, "content": name} for place, name in enumerate(names)]
+    vocabulary = {names[0]: 0, names[1]: 1, "a": 2, "aa": 3}
+    tokenizer = made(content(added_tokens=added, model={**content()["model"], "vocab": vocabulary}))
+    assert (tokenizer.separator, tokenizer.end) == bounds
+
+
 def test_names_of_bytes_that_are_none() -> None:
     tokenizer = made(model(vocab={"<s>": 0, "a": 1, "<0xZZ>": 2, "<0x41>": 3, "aa": 4}))
     assert tokenizer.texts == [b"", b"a", b"<0xZZ>", b"A", b"aa"]
