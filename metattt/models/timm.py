@@ -82,7 +82,7 @@ def create(
         size["img_size"] = pair[0]
     parts = (f"layer={layer}", f"dim={size['embed_dim']}", f"num_heads={size['num_heads']}", "seed=null", *overrides)
     built = ImageTransformer(layer=partial(instantiate_layer, compose(*parts, job="build")), **size)
-    if pair != size.get("img_size"):  # not square
+    if isinstance(pair, list | tuple):  # not square
         check_integer("img_size", pair[1])
         if pair[1] % size["patch_size"]:
             raise MetaTTTError(f"{model}: patch_size={size['patch_size']} does not divide img_size={pair}")

@@ -115,7 +115,8 @@ def test_images_that_are_no_squares() -> None:
     made.load_state_dict(model.state_dict())
     assert torch.equal(made(x), told(x)) and made.pretrained_cfg["input_size"] == (3, 32, 128)
     make = partial(timm.create_model, "vit_tiny_patch16_self_attention", depth=1)
-    assert make(patch_size=12, img_size=(12, 24))(torch.randn(1, 3, 12, 24)).shape == (1, 1000)  # 12 does not divide 224
+    for sides in ((12, 24), tuple(np.array([12, 24]))):  # 12 does not divide 224
+        assert make(patch_size=12, img_size=sides)(torch.randn(1, 3, 12, 24)).shape == (1, 1000)
     learned = timm.create_model("vit_tiny_pixel_self_attention", depth=1, img_size=(8, 32)).pos_embed
     assert float(learned.detach().std()) == pytest.approx(192**-0.5, rel=0.02)  # as of a square, not averages of neighbours
     for sides in ((30, 32), (32, 30)):
