@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import re
@@ -34,8 +35,8 @@ PROBE = "Why does memory grow, when I train?\n\n(No: it's 2.5 <b>x</b> as  large
 
 def _bounds(special: Mapping[str, int], vocabulary: Mapping[str, int]) -> tuple[int | None, int | None]:
     """The tokens before and after a document; None: there is none."""
-    for names in ((STARTS, ENDS), RARE):
-        known = special if special.keys() & {*names[0], *names[1]} else vocabulary
+    start = end = None
+    for known, names in itertools.product((special, vocabulary), ((STARTS, ENDS), RARE)):
         start, end = (next((known[name] for name in one if name in known), None) for one in names)
         if start is not None or end is not None:
             break

@@ -86,8 +86,9 @@ def test_bytes_and_surrogates() -> None:
 def test_tokens_before_and_after_a_document(names: tuple[str, str], bounds: tuple[int, int | None]) -> None:
     added = [{**content()["added_tokens"][0], "id": place, "content": name} for place, name in enumerate(names)]
     vocabulary = {names[0]: 0, names[1]: 1, "a": 2, "aa": 3}
-    tokenizer = made(content(added_tokens=added, model={**content()["model"], "vocab": vocabulary}))
-    assert (tokenizer.separator, tokenizer.end) == bounds
+    for more in ({}, {"[SEP]": 4}):  # which is an ordinary token
+        tokenizer = made(content(added_tokens=added, model={**content()["model"], "vocab": vocabulary | more}))
+        assert (tokenizer.separator, tokenizer.end) == bounds
 
 
 def test_names_of_bytes_that_are_none() -> None:
