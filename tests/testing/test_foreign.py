@@ -172,6 +172,7 @@ def test_a_parameter_that_is_read_in_float32_is_no_fault() -> None:
     found = dict(examine(Subject(Scaled, DIM)))[DERIVATIVES]
     assert not found.failed and "rounding" in found.note
     assert dict(examine(Subject(partial(Decay, "gradient"), DIM)))[DERIVATIVES].failed
+    assert dict(examine(Subject(partial(Scaled, "gradient"), DIM)))[DERIVATIVES].failed  # of another parameter
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
