@@ -38,10 +38,9 @@ class Bidirectional(SequenceLayer):
 
     def check_settings(self) -> None:
         super().check_settings()
-        if not isinstance(self.layer, SequenceLayer) or self.layer.dim != self.dim:
-            found = f"{type(self.layer).__name__} of dim={getattr(self.layer, 'dim', None)}"
+        if not isinstance(self.layer, SequenceLayer):
             raise MetaTTTError(
-                f"layer.layer is a {found}: it must be a TTTLayer, a Combined or a Mixer of dim={self.dim}"
+                f"layer.layer is a {type(self.layer).__name__}: it must be a TTTLayer, a Combined or a Mixer"
             )
 
     def create_modules(self) -> None:

@@ -61,7 +61,7 @@ class Combined(SequenceLayer):
         group_size: of both layers; None keeps theirs.
 
     Raises:
-        MetaTTTError: layers of other widths or kinds, or settings that exclude each other.
+        MetaTTTError: layers of other kinds, or settings that exclude each other.
     """
 
     refuse_nan = False  #: both layers check their inputs
@@ -81,10 +81,6 @@ class Combined(SequenceLayer):
             if not isinstance(layer, SequenceLayer):
                 raise MetaTTTError(
                     f"layer.{name} is a {type(layer).__name__}: it must be a TTTLayer, a Combined or a Mixer"
-                )
-            if layer.dim != self.dim:
-                raise MetaTTTError(
-                    f"layer.{name} has dim={layer.dim}, and both layers together dim={self.dim}: give the same"
                 )
         if self.first is self.second:
             raise MetaTTTError("layer.first and layer.second are one layer: make two")

@@ -96,7 +96,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     # two layers in the place of one
     (lambda: Combined(8, *(layer(),) * 2), "are one layer: make two"),
     (lambda: Combined(8, layer(), nn.Linear(8, 8)), "layer.second is a Linear: it must be a TTTLayer"),
-    (lambda: Combined(8, layer(dim=16), layer()), "layer.first has dim=16"),
+    (lambda: Combined(8, layer(dim=16), layer())(torch.zeros(1, 4, 8)), "shape [1, 4, 8], expected [B, T, 16]"),
     (lambda: shared(how="gate"), "with layer.how=sum, not gate"),
     (lambda: shared(shared=False, head_norm=True), "go with layer.shared=true"),
     (lambda: shared(DecodedReconstruction()), "has no projections that two layers can share"),
