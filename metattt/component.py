@@ -65,8 +65,6 @@ class Component(Declared):
         kind = type(self)
         if (name in self._reserved and not self.belongs) or _shadows(kind, name, value):
             raise MetaTTTError(_taken(kind, name))
-        if isinstance(value, nn.Module | nn.Parameter) and "_modules" not in self.__dict__:
-            raise MetaTTTError(f"{kind.__name__}.__init__ sets {name!r} before super().__init__(): call that first")
         if value is None and name in self._settings:
             value = self._settings[name].null
         same = isinstance(value, nn.Module) and self.__dict__.get("_modules", {}).get(name) is value
@@ -143,14 +141,7 @@ def says(part: nn.Module, method: str = "equations", about: Iterable[str] = DESC
 
 @contextmanager
 def unchanged_on_error(*parts: nn.Module) -> Iterator[None]:
-    """A context around code that builds `parts`: if it raises, the parts and their modules are restored.
-
-    Raises:
-        MetaTTTError: the constructor of a part does not call that of its base class.
-    """
-    for part in parts:
-        if "_modules" not in vars(part):
-            raise MetaTTTError(f"{type(part).__name__}.__init__ does not call super().__init__(): do that first in it")
+    """A context around code that builds `parts`: if it raises, the parts and their modules are restored."""
     before = [(module, _snapshot(module)) for part in parts for module in part.modules()]
     try:
         yield

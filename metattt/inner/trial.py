@@ -43,7 +43,7 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
             for x, _ in record.seen:
                 if x.shape[:3] != k.shape[:3]:
                     return f"a weight is applied to {list(x.shape)}, which are no rows of the tokens {list(k.shape)}"
-        _losses(task, prediction.detach(), v)  # which still notices what is changed in place
+        task.loss(prediction.detach(), v)  # which still notices what is changed in place
         if any(x._version != version for x, version in record.seen):
             return "a tensor that a weight has been applied to, or has made, is changed in place"
         vectors = {name for use in record.uses for name in (use.bias, use.weight if use.scale else None) if name}
@@ -51,15 +51,6 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
             if use.weight in vectors and not use.scale:
                 return f"{use.weight} is used as a matrix and as a vector"
     return None
-
-
-def _losses(task: Task, prediction: Tensor, v: Tensor) -> Tensor:
-    try:
-        return task.loss(prediction, v)
-    except RuntimeError as error:
-        shapes = f"predictions {list(prediction.shape)} and labels {list(v.shape)}"
-        why = str(error).splitlines()[0]
-        raise MetaTTTError(f"{type(task).__name__}.loss fails for {shapes}: {why}") from error
 
 
 class _Watched(RecordingWeights):
@@ -81,21 +72,16 @@ def check_width(learner: Learner, num_heads: int, d_in: int, d_out: int) -> None
     weights.
 
     Raises:
-        MetaTTTError: predictions of another shape than `[B, H, T, d_out]` or without a derivative, or weights that do
-            not fit the tokens.
+        MetaTTTError: predictions of another shape than `[B, H, T, d_out]` or without a derivative.
     """
     learner = _in_double(learner)
     with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         fast, slow, k, _ = _tiny(None, learner, num_heads, d_in)
         fast = {name: x.requires_grad_() for name, x in fast.items()}
         given = k.clone()
-        try:
-            y = learner(FastWeights(fast, slow, k.dtype), given)
-            made = isinstance(y, Tensor) and y.requires_grad
-            grads = torch.autograd.grad(y.sum(), [*fast.values()], allow_unused=True) if made else [None]
-        except (RuntimeError, TypeError) as error:
-            message = f"{type(learner).__name__}.forward fails for tokens {list(k.shape)}: {error}"
-            raise MetaTTTError(message) from error
+        y = learner(FastWeights(fast, slow, k.dtype), given)
+        made = isinstance(y, Tensor) and y.requires_grad
+        grads = torch.autograd.grad(y.sum(), [*fast.values()], allow_unused=True) if made else [None]
     if not torch.equal(given, k):
         raise MetaTTTError(
             f"{type(learner).__name__}.forward changes in place the tokens that it is given, which others see too: "
@@ -127,7 +113,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
         fast = {name: x.requires_grad_() for name, x in fast.items()}  # what is detached from k is not from these
         k = k.requires_grad_()
         y = learner.predict(FastWeights(fast, slow, k.dtype), k)
-        losses = _losses(task, y, v)
+        losses = task.loss(y, v)
         if losses.shape != k.shape[:-1]:
             raise MetaTTTError(
                 f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
     """What `weights` of a learner called `kind` has returned; `needed`: its hidden state is weights.
 
     Raises:
-        MetaTTTError: not weights by name, or one whose shape or initial value is none.
+        MetaTTTError: not weights by name.
     """
     named = isinstance(weights, Mapping) and all(isinstance(weight, Weight) for weight in weights.values())
     if not isinstance(weights, Mapping) or not named or (needed and not weights):
@@ -58,16 +57,6 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
             f"{kind}.weights returns {kinds or weights}: it must return a Weight by name, such as "
             "{'w': Weight((d_in, d_out))}"
         )
-    for name, weight in weights.items():
-        shape, value = weight.shape, weight.value
-        sizes = isinstance(shape, tuple | list) and all(isinstance(n, Integral) and int(n) > 0 for n in shape)
-        if not sizes or not shape:
-            raise MetaTTTError(f"{kind}.weights gives {name!r} the shape {shape!r}: it must be a tuple of sizes > 0")
-        if isinstance(value, Tensor) and not (value.is_floating_point() and _fits(value.shape, shape)):
-            raise MetaTTTError(
-                f"{kind}.weights gives {name!r} a value {list(value.shape)} of {value.dtype}: it must be of a floating "
-                f"type, with the shape {list(shape)}"
-            )
     return dict(weights)
 
 
@@ -117,12 +106,6 @@ def step_factors(weights: Mapping[str, Weight], given: Mapping[str, float] | flo
     for name, factor in given.items():
         check_number(f"learner.step_scale.{name}", factor, above=0, advice=" (learner.trainable makes a weight slow)")
     return {name: float(factor) for name, factor in given.items() if factor != 1}
-
-
-def _fits(shape: Sequence[int], into: Sequence[int]) -> bool:
-    """Whether a tensor can be expanded into a shape."""
-    pairs = zip(reversed(shape), reversed(into), strict=False)
-    return len(shape) <= len(into) and all(n in (1, size) for n, size in pairs)
 
 
 def _number(name: str) -> str | None:

@@ -392,7 +392,6 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, a
     (lambda: slots(lambda memory: {"commit": memory["commit"]}), "returns squares None: it must return commit and"),
     (lambda: slots(written), r"Mine\.move changes in place what it is given"),
     (lambda: slots(narrow), r"commit \{'w1': \[1, 2, 4, 1\], .*, each with all weights, \{'w1': \[1, 2, 4, 4\]"),
-    (lambda: learner(lambda i, o: {"w": Weight((i + 1, o))}), r"Mine\.forward fails for tokens \[1, 2, 4, 4\]: "),
     (lambda: plainly(Linear, "forward", torch.Tensor.detach)(), r"no derivative by its fast weights \(w1, b1\): use"),
     (
         lambda: learner(lambda d_in, d_out: {"w": Weight((d_in, 1))}),

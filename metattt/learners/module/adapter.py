@@ -113,8 +113,6 @@ class ModuleLearner(Learner):
                 self._shapes[weight] = parameter.shape
                 self._slots.setdefault(weight, []).append((prefix, attribute))
                 part._parameters[attribute] = None
-        if not found:
-            raise MetaTTTError(f"{name} has no trainable parameter, so there is nothing for the inner loop to learn")
         return found
 
     def equations(self) -> list[str]:
@@ -227,13 +225,9 @@ class ModuleLearner(Learner):
     def _try_apart(self, plain: FastWeights, x: Tensor) -> Tensor:
         try:
             return self._apart(plain, x)
-        except MetaTTTError:
-            raise
-        except RuntimeError as error:
+        except RuntimeError:
             if not self.batched:
-                raise MetaTTTError(
-                    f"{type(self.module).__name__} cannot run on tokens {list(x.shape[2:])}: {_first_line(error)}"
-                ) from error
+                raise
         self.batched = False  # torch.vmap cannot run everything
         return self._try_apart(plain, x)
 
