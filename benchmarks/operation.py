@@ -57,7 +57,7 @@ class Operation:
     @property
     def dual(self) -> Plan:
         """The generic form, without kernels."""
-        return replace(self.layer.plan, kernels=[])
+        return replace(self.layer.plan, kernels=[], strict=False)
 
     def double(self) -> Operation:
         """The same values in float64."""
