@@ -48,7 +48,7 @@ class PlannedLayer(SequenceLayer):
         for key, kind in (("task", Task), ("learner", Learner), ("optimizer", InnerOptimizer)):
             if not isinstance(part := getattr(self, key), kind):
                 name = f"class ({part.__name__})" if isinstance(part, type) else type(part).__name__
-                raise MetaTTTError(f"layer.{key} is a {name}, not one of {kind.__name__}: set {key}=<name>")
+                raise MetaTTTError(f"layer.{key} is a {name}: it must be of class {kind.__name__}, set {key}=<name>")
         check_heads(dim, self.of_heads or num_heads)
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"

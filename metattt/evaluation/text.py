@@ -75,9 +75,9 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     runs = {name: data_of(one) for name, one in job.known.items()}
     others = [name for name, run in runs.items() if not run or run.get("path") != texts[name].get("path")]
     if split == "validation" and others:  # a copy of the text, or its path written in another way, is its text
-        with suppress(MetaTTTError):  # one that has nothing to train on is no run's
-            as_the_run = {key: one if key in ("path", "text_key") else None for key, one in chosen.data.items()}
-            for name in [one for one in others if job.known[one].data is not None]:
+        as_the_run = {key: one if key in ("path", "text_key") else None for key, one in chosen.data.items()}
+        for name in [one for one in others if job.known[one].data is not None]:
+            with suppress(MetaTTTError):  # one that has nothing to train on is no run's
                 read: WindowData = job.data(_text(job.known[name], as_the_run))
                 read.read_as(tokenizers[0])
                 others = [one for one in others if one != name or read.fingerprint() != job.known[name].data]

@@ -48,7 +48,7 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
     """What `weights` of a learner called `kind` has returned; `needed`: its hidden state is weights.
 
     Raises:
-        MetaTTTError: not weights by name.
+        MetaTTTError: not weights by name, or one whose shape is no tuple.
     """
     named = isinstance(weights, Mapping) and all(isinstance(weight, Weight) for weight in weights.values())
     if not isinstance(weights, Mapping) or not named or (needed and not weights):
@@ -57,6 +57,10 @@ def declared(weights: object, kind: str, needed: bool) -> dict[str, Weight]:
             f"{kind}.weights returns {kinds or weights}: it must return a Weight by name, such as "
             "{'w': Weight((d_in, d_out))}"
         )
+    for name, weight in weights.items():
+        if not isinstance(weight.shape, tuple | list):
+            shape = weight.shape
+            raise MetaTTTError(f"{kind}.weights gives {name!r} the shape {shape!r}: write Weight(({shape},))")
     return dict(weights)
 
 

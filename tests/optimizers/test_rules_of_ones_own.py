@@ -399,6 +399,7 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, a
     ),
     (lambda: plainly(GradientDescent, "gates", lambda found: found[0])(4), r"Mine\.gates returns a Gates: it must return \(Gates, state\)"),
     (lambda: plainly(Reconstruction, "views", lambda found: ((*found[0],), found[1]))(), "views returns a tuple: it must return .Views, "),
+    (lambda: learner(lambda i, o: {"w": Weight(o)}), r"Mine\.weights gives 'w' the shape 4: write Weight\(\(4,\)\)"),
     (lambda: learner(lambda i, o: {"w": torch.zeros(i, o)}), "returns {'w': 'Tensor'}: it must return a Weight by name"),
     (
         lambda: mine(Linear, forward=lambda self, w, x: w.linear(x.mul_(2), "w1", "b1"))(),
