@@ -225,9 +225,10 @@ class ModuleLearner(Learner):
     def _try_apart(self, plain: FastWeights, x: Tensor) -> Tensor:
         try:
             return self._apart(plain, x)
-        except RuntimeError:
-            if not self.batched:
-                raise
+        except RuntimeError as error:
+            if not self.batched:  # often a task's feature map, which makes tokens wider than a head
+                name, shape = type(self.module).__name__, list(x.shape[2:])
+                raise MetaTTTError(f"{name} cannot run on keys of shape {shape}: {_first_line(error)}") from error
         self.batched = False  # torch.vmap cannot run everything
         return self._try_apart(plain, x)
 
