@@ -22,7 +22,7 @@ from metattt.errors import MetaTTTError, shown
 from metattt.registry import PARAMETERS, REGISTERED
 from metattt.setting import members
 
-CUSTOM = ("learner", "task", "optimizer")  # groups with a choice `custom`
+CUSTOM, OWN = ("learner", "task", "optimizer"), ("data", "layer", "model")  # with a choice `custom`; of a user's files
 COMMON_NAMES = ("none", "custom", "default")  # of choices in several groups
 MOST_LISTED = 400  # characters of choices in a message
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
@@ -86,7 +86,7 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
         return not_a_field(parent._get_root()._get_node(part), f"{part}.{key}", job)
     fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
     near = nearest(key, fields)
-    own = parent.get("_target_") if owner in CUSTOM and isinstance(parent, DictConfig) else None
+    own = parent.get("_target_") if owner in (*CUSTOM, *OWN) and isinstance(parent, DictConfig) else None
     if own and own not in PARAMETERS:  # which a file has chosen: in the place of its own `_target_`
         way = f"did you mean `{owner}.{near}`? For another setting, write" if near else "write"
         return f"`{full_key}` is in no file, and {own} has no schema: {way} `++{full_key}=<value>`."
