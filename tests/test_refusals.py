@@ -20,7 +20,7 @@ from torch import nn
 import metattt
 from metattt.combined import Combined
 from metattt.errors import MetaTTTError
-from metattt.generation.sampling import generate, sample
+from metattt.generation.sampling import generate
 from metattt.generation.text import generate_text
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, KernelRidge, Learner, Linear, NestedTTT, RecurrentRidge, Transformer
@@ -206,11 +206,10 @@ CALLS += [
     *((lambda v=v: register("learner", "held")(type("S", (), {"__init__": lambda self, form=v: None})), "the default of form is")
       for v in (Enum("Form", "sine").sine, Path("x"), torch.float32, {"a": [Path("x")]})),  # type: ignore[attr-defined]
     # generation
-    *((lambda v=v: sample(torch.zeros(1, 3), *v), "") for v in ((NAN,), (-1,), (1.0, 0), (1.0, None, 2.0))),
-    *((lambda t=t: sample(torch.full((1, 3), NAN), t), "finite") for t in (1, 0)),
     *((lambda n=n: generate(model(), IDS, n), "max_new_tokens") for n in (-1, 10**12, 1.5)),
     *((lambda given=given: generate(model(), IDS, 1, **given), next(iter(given))) for given in (
-        {"temperature": "hot"}, {"top_k": 1.5}, {"top_p": NAN}, {"seed": -1}, {"mask": ~FLAGS}, {"mask": FLAGS[:1]}, {"stop": ["a"]})),
+        *({"temperature": t} for t in ("hot", NAN, -1)), {"top_k": 1.5}, {"top_k": 0}, {"top_p": NAN}, {"top_p": 2.0}, {"seed": -1},
+        {"mask": ~FLAGS}, {"mask": FLAGS[:1]}, {"stop": ["a"]})),
     *((lambda ids=ids: generate(model(), ids, 1), "") for ids in (IDS[:0], IDS[:, :0], IDS.float(), IDS + 11, [[0]])),
     (lambda: generate(layer(), IDS, 1), ""),
     *((lambda texts=texts: generate_text(model(), Tokenizer(), texts, 1), "") for texts in ("a", [], None, [3], ["\ud800"])),

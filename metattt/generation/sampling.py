@@ -18,33 +18,6 @@ PIECE = 4096  # tokens of a prompt that are read in one call
 MAX_NEW_TOKENS = 10_000_000  # more are a slip, and would not end
 
 
-def sample(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draws one token per row of `logits` `[B, V]`: ids `[B]`.
-
-    Args:
-        logits: unnormalised log-probabilities.
-        temperature: divides the logits; 0 takes the most probable token.
-        top_k: draw from the k most probable tokens only.
-        top_p: draw from the smallest set of tokens that holds this probability (nucleus sampling, arXiv 1904.09751).
-        generator: source of randomness, on the device of `logits`; None is torch's own.
-
-    Raises:
-        NotFinite: logits of NaN or +inf, or a row of nothing but −inf. (On a GPU, torch's own draw would end the
-            process.)
-        MetaTTTError: a setting that is not allowed.
-    """
-    check_sampling(temperature, top_k, top_p)
-    token, finite = draw(logits, temperature, top_k, top_p, generator)
-    check_finite(bool(finite))
-    return token
-
-
 def draw(
     logits: Tensor,
     temperature: float = 1.0,
@@ -53,10 +26,17 @@ def draw(
     generator: torch.Generator | None = None,
     ended: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `sample`, without waiting for the device: ids `[B]`, and whether all predictions are finite (a boolean
-    tensor), but for those of rows that have `ended` `[B]`.
+    """Draws one token per row of `logits` `[B, V]`, without waiting for the device: ids `[B]`, and whether all
+    predictions are finite (a boolean tensor). Where they are not (torch's own draw would end a GPU's process), the
+    row's token means nothing.
 
-    Where they are not, the row's token means nothing.
+    Args:
+        logits: unnormalised log-probabilities.
+        temperature: divides the logits; 0 takes the most probable token.
+        top_k: draw from the k most probable tokens only.
+        top_p: draw from the smallest set of tokens that holds this probability (nucleus sampling, arXiv 1904.09751).
+        generator: source of randomness, on the device of `logits`; None is torch's own.
+        ended: rows `[B]` whose predictions need not be finite.
     """
     finite = torch.isfinite(logits.amax(-1, keepdim=True))
     logits = torch.where(finite, logits, 0)
@@ -132,7 +112,7 @@ def generate(
         model: the model, in evaluation mode.
         ids: `[B, T]` prompts, at least one token each.
         max_new_tokens: tokens to generate at most.
-        temperature, top_k, top_p: see `sample`.
+        temperature, top_k, top_p: see `draw`.
         stop: token ids that end a sequence. An ended sequence continues with its stop token until all have ended.
         seed: of the draws; None is torch's own state.
         mask: `[B, T]` True for the real tokens of prompts of different lengths, padded on either side.
@@ -143,7 +123,7 @@ def generate(
 
     Raises:
         MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, a setting that is
-            not allowed, or a state of other sequences; while it generates, `NotFinite` as `sample`.
+            not allowed, or a state of other sequences; while it generates, `NotFinite`.
     """
     if not isinstance(model, LanguageModel):
         raise MetaTTTError(f"model is a {type(model).__name__}: it must be a LanguageModel")
@@ -222,7 +202,7 @@ def _runs_ahead(device: torch.device) -> bool:
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Refuses settings of `sample` that are not allowed."""
+    """Refuses settings of `draw` that are not allowed."""
     check_number("temperature", temperature, least=0, advice=" (0 takes the most probable token)")
     if top_k is not None:
         check_integer("top_k", top_k, advice=", or null")

@@ -104,7 +104,7 @@ def generate_text(
         tokenizer: of the model.
         prompts: texts of any lengths; they are read and continued together, and padding changes nothing.
         max_new_tokens: tokens to generate at most, per prompt.
-        temperature, top_k, top_p: see `metattt.generation.sampling.sample`.
+        temperature, top_k, top_p: see `metattt.generation.sampling.draw`.
         stop: a continuation ends before the first of these strings.
         seed: of the draws; None is torch's own state.
         state: of one sequence, which every prompt continues, or of as many as there are prompts; it stays as it is.

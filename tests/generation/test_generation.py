@@ -11,7 +11,7 @@ from metattt.catalog.known_layers import known_layers
 from metattt.data import ByteTokenizer
 from metattt.errors import NotFinite
 from metattt.generation import sampling
-from metattt.generation.sampling import generate, sample
+from metattt.generation.sampling import draw, generate
 from metattt.generation.text import Continuation, generate_text
 from metattt.models import LanguageModel
 
@@ -62,7 +62,7 @@ def test_draws_follow_the_filtered_distribution() -> None:
         ({"top_p": 0.01}, torch.tensor([1.0, 0, 0, 0])),
         ({"temperature": 2.0, "top_k": 2, "top_p": 0.9}, torch.tensor([0.4, 0.3, 0, 0]).sqrt()),
     ):
-        drawn = sample(logits, generator=generator, **settings)  # type: ignore[arg-type]
+        drawn, _ = draw(logits, generator=generator, **settings)  # type: ignore[arg-type]
         share = drawn.bincount(minlength=4) / len(drawn)
         torch.testing.assert_close(share, expected / expected.sum(), rtol=0, atol=0.015)
 
