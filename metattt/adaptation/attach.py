@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from metattt.adaptation.in_place import InPlaceLinear
 from metattt.adaptation.model_call import Call
-from metattt.checkpoints.tensors import read_described, write_tensors
+from metattt.checkpoints.tensors import read_own, write_own
 from metattt.combined import Combined
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.causality import require_causal
-from metattt.io import check_own, parse, path_of, replaced
 from metattt.optional import need
 
 IN_PLACE = "in_place"
@@ -146,12 +144,7 @@ class Attached:
         """
         base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
         tensors = {name: one.detach() for name, one in self.named_parameters()}
-        file = Path(path).expanduser()
-        try:
-            with replaced(file) as part:
-                write_tensors(part, tensors, json.dumps({"format": FORMAT, "base": base} | self._about))
-        except (OSError, SafetensorError) as error:
-            raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        write_own(path, tensors, {"format": FORMAT, "base": base} | self._about)
 
 
 def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
@@ -164,14 +157,9 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
     Raises:
         MetaTTTError: no such file, one that is damaged, of another model, or that names code.
     """
-    file = path_of(str(path), "path")
-    if not file.is_file():
-        raise MetaTTTError(f"{path} does not exist: `attach(...).save(path)` writes it")
-    check_own(file)
-    tensors, text = read_described(file)
-    about = parse(text, str(file)) if text else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise MetaTTTError(f"{file} holds no attached layers: give a file that `attach(...).save` has written")
+    missing = f"{path} does not exist: `attach(...).save(path)` writes it"
+    other = "holds no attached layers: give a file that `attach(...).save` has written"
+    file, tensors, about = read_own(path, "path", FORMAT, missing, other)
     words = [about.get(key) for key in ("base", "pattern", "layer", "how")]
     settings = about.get("settings")
     if not all(isinstance(one, str) for one in words) or not isinstance(settings, dict):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from metattt.checkpoints.tensors import SCALARS, checksum, put_together, read_described, take_apart, write_tensors
+from metattt.checkpoints.tensors import SCALARS, checksum, put_together, read_own, take_apart, write_own
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, parse, path_of, replaced
 from metattt.models.language_model import LanguageModelState
 from metattt.state import State
 
@@ -36,16 +33,11 @@ def write_state(path: str | Path, state: Any, model: nn.Module | None = None) ->
         MetaTTTError: a state of a layer that carries other things than tensors and plain data, or a file that cannot be
             written.
     """
-    file = Path(path).expanduser()
     tensors: dict[str, Tensor] = {}
     held = take_apart(_as_plain(state), tensors)
     known = None if model is None else fingerprint(model)
     about = {"format": FORMAT, "version": VERSION, "model": known, "state": held}
-    try:
-        with replaced(file) as part:
-            write_tensors(part, tensors, json.dumps(about))
-    except (OSError, SafetensorError) as error:
-        raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    write_own(path, tensors, about)
 
 
 def read_state(path: str | Path, kind: type[S], device: torch.device | str, model: nn.Module | None = None) -> S:
@@ -54,14 +46,9 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
     Raises:
         MetaTTTError: as they say.
     """
-    file = path_of(str(path), "state")
-    if not file.is_file():
-        raise MetaTTTError(f"no state: {path} does not exist; state.save(path) writes one")
-    check_own(file)
-    tensors, text = read_described(file)
-    about = parse(text, f"{file}") if text else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise MetaTTTError(f"{file} holds tensors, but not a state: give a file that state.save has written")
+    missing = f"no state: {path} does not exist; state.save(path) writes one"
+    other = "holds tensors, but not a state: give a file that state.save has written"
+    file, tensors, about = read_own(path, "state", FORMAT, missing, other)
     if about.get("version") != VERSION:
         raise MetaTTTError(
             f"{file} has a state of version {about.get('version')!r:.20}; this release reads version {VERSION}"

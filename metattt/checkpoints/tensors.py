@@ -6,6 +6,7 @@ JSON knows no tuples, and no keys but texts. An object with one key that begins 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
-from metattt.io import sync
+from metattt.io import check_own, parse, path_of, replaced, sync
 
 TENSOR, TUPLE, ITEMS = "$tensor", "$tuple", "$items"
 SCALARS = (str, int, float, bool, type(None))
@@ -148,6 +149,34 @@ def read_described(file: Path) -> tuple[dict[str, Tensor], str]:
     if CHECKSUM in header and header[CHECKSUM] != checksum(tensors, about):
         raise MetaTTTError(f"{file} is damaged: it is not what was written (checksum); take another copy of the file")
     return tensors, about
+
+
+def write_own(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Writes a file of ours in the place of one that may be there, completely or not at all.
+
+    Raises:
+        MetaTTTError: it cannot be written.
+    """
+    file = Path(path).expanduser()
+    try:
+        with replaced(file) as part:
+            write_tensors(part, tensors, json.dumps(about))
+    except (OSError, SafetensorError) as error:
+        raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_own(path: str | Path, key: str, form: str, missing: str, other: str) -> tuple[Path, dict[str, Tensor], Any]:
+    """A file of `write_own`, its tensors, and what it says of them; `missing` and `other`: what to say where there is
+    no file, and of one that is not of this `form`."""
+    file = path_of(str(path), key)
+    if not file.is_file():
+        raise MetaTTTError(missing)
+    check_own(file)
+    tensors, text = read_described(file)
+    about = parse(text, str(file)) if text else None
+    if not isinstance(about, dict) or about.get("format") != form:
+        raise MetaTTTError(f"{file} {other}")
+    return file, tensors, about
 
 
 def damaged(file: Path, error: BaseException) -> MetaTTTError:
