@@ -178,7 +178,8 @@ def _stopped_by_the_sweep(folder: Path, run: SweptRun) -> Iterator[None]:
             with FileLock(file):  # which a training run holds until it has written all
                 file.unlink(missing_ok=True)
         end = time.monotonic() + NOTE_SECONDS
-        while any(_is_running(file.parent) for file in found) and time.monotonic() < end:
+        homes = [file.parent for file in found]
+        while time.monotonic() < end and any(getattr(read_status(one), "state", "") == "running" for one in homes):
             time.sleep(0.1)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
@@ -192,11 +193,6 @@ def _stopped_by_the_sweep(folder: Path, run: SweptRun) -> Iterator[None]:
         for number, previous in before.items():
             signal.signal(number, previous)
         mark.unlink(missing_ok=True)
-
-
-def _is_running(folder: Path) -> bool:
-    status = read_status(folder)
-    return status is not None and status.state == "running"
 
 
 def _defaults(cfg: DictConfig, fixed: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from metattt.nested import map_tensors
+from metattt.nested import map_tensors, tensors_of
 
 P = TypeVar("P")
 
@@ -59,12 +59,10 @@ def truncated_loss(
     kept: deque[_Chunk] = deque()
     gradients: dict[int, Tensor] = {}  # by the number of the parameter
     for number, piece in enumerate(pieces, 1):
-        entering: list[Tensor] = []
-        leaving: list[Tensor] = []
-        state = map_tensors(lambda x, found=entering: _leaf(x, found), state)  # type: ignore[misc]
+        state = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), state)
+        entering = tensors_of(state)
         loss, state = read(piece, state)
-        map_tensors(leaving.append, state)
-        kept.append(_Chunk(entering, leaving, loss))
+        kept.append(_Chunk(entering, tensors_of(state), loss))
         _reach_back(kept, parameters, gradients, 1 if number == len(pieces) else last)
         losses.append(loss.detach())
         if len(kept) == last:
@@ -98,12 +96,6 @@ def _reach_back(kept: Sequence[_Chunk], parameters: Sequence[Tensor], gradients:
         if not pairs:
             return
         outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
-
-
-def _leaf(x: Tensor, found: list[Tensor]) -> Tensor:
-    leaf = x.detach().requires_grad_(x.requires_grad)
-    found.append(leaf)
-    return leaf
 
 
 class _WithGradients(torch.autograd.Function):
