@@ -48,7 +48,6 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = MetaTTTConfig
     base_model_prefix = "model"
-    main_input_name = "input_ids"
     accepts_loss_kwargs = True  # Trainer: `num_items_in_batch`
     supports_gradient_checkpointing = True
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012 (as Transformers has it)
