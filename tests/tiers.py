@@ -46,7 +46,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "kernels/test_native.py::test_a_second_process": (),
     "kernels/test_agreement.py::test_what_agrees": ("[ttt_linear",),
     "kernels/test_decode_on_gpu.py::test_token_by_token": ("[7-False-linear]",),
-    "kernels/test_decode_on_gpu.py::test_a_state_stays": ("[linear]",),
     "kernels/test_on_gpu.py::test_compiled_in_one_graph": (),
     "test_surroundings.py::test_compiled_": ("with_inductor",),
     "test_surroundings.py::test_learners_that_keep_data_or_a_layer_are_one_graph": ("[gated_oja",),
