@@ -106,7 +106,10 @@ def _constructor(cls: type[WithSettings]) -> Callable[..., None]:
         try:
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
-            hint = did_you_mean(next((key for key in kwargs if key not in attributes), ""), attributes)
+            unknown = next((key for key in kwargs if key not in attributes), "")
+            hint = did_you_mean(unknown, attributes)
+            if hasattr(cls, unknown):
+                hint = f" Declare it as a setting: `{unknown}: <type> = setting(default=...)` (metattt.setting)"
             raise TypeError(f"{cls.__qualname__}.__init__() {error}{hint and '.'}{hint}") from None
         super(WithSettings, self).__init__()
         for key, name in attributes.items():
