@@ -11,7 +11,7 @@ from metattt.checkpoints.files import SAFETENSORS, check_new
 from metattt.checkpoints.folder import TOKENIZER, new_folder, write_model
 from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record, modules
 from metattt.checkpoints.tensors import write_tensors
-from metattt.checkpoints.trained import Weights, read_weights
+from metattt.checkpoints.trained import Weights, check_numbers, read_weights
 from metattt.composition.settings import settings
 from metattt.errors import MetaTTTError
 from metattt.io import digest, write_whole
@@ -23,7 +23,7 @@ def convert(cfg: DictConfig) -> None:
     """Reads one checkpoint and writes the other, then says what it wrote.
 
     Raises:
-        MetaTTTError: a file that cannot be read, names or shapes that do not fit, or a target that exists.
+        MetaTTTError: a file that cannot be read, names, shapes or values that do not fit, or a target that exists.
     """
     usage = "is given: metattt convert source=<folder or file> target=<new folder>"
     chosen = settings(cfg, source=f"no source {usage}", target=f"no target {usage}")
@@ -34,6 +34,7 @@ def convert(cfg: DictConfig) -> None:
         raise MetaTTTError(f"{file} is already a MetaTTT checkpoint: set direction=to_published or direction=to_jax")
     if side != "ours" and chosen.direction not in ("auto", f"from_{side}"):
         raise MetaTTTError(f"{file} has the names of direction=from_{side}, not of direction={chosen.direction}")
+    check_numbers(found.tensors.items(), file)
     tokenizer = None if found.about.tokenizer == "bytes" else found.about.tokenizer  # bytes need no file
     if side == "ours":
         tensors, text = _published(found, chosen.direction == "to_jax")
