@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,13 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             return super().generate(*args, **options)
         finally:
             GENERATING.reset(before)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # with its signature, which Transformers looks at
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
+        """As Transformers has it, but for a cache that has read all of the prompt: it would read part of it again."""
+        if (new := options.get("next_sequence_length")) is not None and new < 1:
+            raise MetaTTTError("past_key_values has read all of input_ids: add new tokens, or begin with a new cache")
+        return super().prepare_inputs_for_generation(input_ids, *args, **options)
 
     def _check_adapters(self) -> None:
         """Refuses an adapter (peft) on a weight that embeds tokens and predicts them: merged, it would change both.
