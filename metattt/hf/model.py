@@ -157,7 +157,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         if last_only and mask is not None and not mask.any(1).all():
             raise MetaTTTError("attention_mask has a row without a real token: leave out that prompt")
-        one = input_ids.shape[1] == 1 and (mask is None or (not mask.is_cuda and bool(mask.all())))
+        one = input_ids.shape[1:] == (1,) and (mask is None or (not mask.is_cuda and bool(mask.all())))
         if one and cache is not None and cache.is_initialized and (within := GENERATING.get()) is not None:
             logits = cache.advance(self.model, input_ids[:, 0], within).unsqueeze(1)
         else:

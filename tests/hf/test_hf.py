@@ -338,6 +338,7 @@ REFUSED: dict[str, Callable[[MetaTTTForCausalLM, Tensor], object]] = {
     "output_hidden_states is not supported": lambda model, ids: model(ids, output_hidden_states=True),
     "a row without a real token": lambda model, ids: model.generate(ids, attention_mask=torch.ones(2, 11).tril(-1), max_new_tokens=2),
     "inputs_embeds is not supported": lambda model, ids: model.generate(inputs_embeds=torch.zeros(1, 3, 16), max_new_tokens=2),
+    "ids are token ids": lambda model, ids: model(ids[0]),
     "has read all of input_ids": lambda model, ids: model.generate(ids, past_key_values=model(ids).past_key_values),
     "stateful": lambda model, ids: model.generate(ids[:1], max_new_tokens=4, prompt_lookup_num_tokens=2),
 }
