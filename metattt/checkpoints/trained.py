@@ -215,8 +215,8 @@ def check_shapes(found: Weights, complaint: str) -> None:
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], origin: object) -> None:
     """Raises an error for weights that are no finite real numbers."""
     for name, tensor in tensors:
-        if not tensor.is_floating_point():
-            raise MetaTTTError(f"{origin} holds {name} as {tensor.dtype}: weights are floating-point numbers")
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise MetaTTTError(f"{origin} holds {name} as {tensor.dtype}: weights are floats of 16 bits or more")
         if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all():
             raise MetaTTTError(
                 f"{origin} holds numbers in {name} that are not finite: its run diverged, or it is damaged"

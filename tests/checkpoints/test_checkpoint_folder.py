@@ -355,7 +355,8 @@ def test_no_size_is_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "message"), [
     (lambda weight: weight.index_fill(0, torch.tensor([1]), float("nan")), "numbers in embedding.weight that are not finite"),
-    (lambda weight: weight.long(), "as torch.int64: weights are floating-point"),
+    (lambda weight: weight.long(), "as torch.int64: weights are floats"),
+    (lambda weight: weight.to(torch.float8_e4m3fn), "as torch.float8_e4m3fn"),
 ])  # fmt: skip
 def test_weights_that_are_no_finite_numbers(tmp_path: Path, bad: Callable[[Tensor], Tensor], message: str) -> None:
     from metattt.composition.instantiate import instantiate_model

@@ -26,7 +26,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import metattt
@@ -429,8 +429,6 @@ def test_damaged_weights(exported: Path, tmp_path: Path) -> None:
     (lambda held: held["model.embedding.weight"].fill_(float("nan")), "not finite"),
 ])  # fmt: skip
 def test_weights_of_another_model(change: Any, message: str, exported: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     shutil.copytree(exported / "ttt_mlp", tmp_path / "other")
     held = load_file(exported / "ttt_mlp" / "model.safetensors")
     change(held)
