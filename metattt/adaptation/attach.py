@@ -83,8 +83,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
             if isinstance(one, _Beside):
                 require_causal(one.layer, width)
     except BaseException:
-        for end in (call.end, *(one.end for one in made.values())):
-            end()
+        call.end()
         raise
     for name, one in made.items():
         parent, _, attribute = name.rpartition(".")
@@ -132,7 +131,6 @@ class Attached:
                 continue
             parent, _, attribute = name.rpartition(".")
             setattr(self.model.get_submodule(parent), attribute, module.pretrained)
-            module.end()
         self._call.end()
 
     def save(self, path: str | Path) -> None:
@@ -253,9 +251,6 @@ class _Beside(nn.Module):
         first = first + torch.tanh(self.scale) * y
         return (first, *others) if isinstance(found, tuple) else first
 
-    def end(self) -> None:
-        """Nothing to take back."""
-
     def __getattr__(self, name: str) -> Any:  # what blocks ask of their attention
         try:
             return super().__getattr__(name)
@@ -284,7 +279,7 @@ class _InPlace(nn.Module):
         self.name, self.labels = name, labels
         self.call = call
         _as_before(self, "map.linear")
-        self._hook = mlp.register_forward_pre_hook(self._enter, with_kwargs=True)
+        call.hooks.append(mlp.register_forward_pre_hook(self._enter, with_kwargs=True))
 
     @property
     def pretrained(self) -> nn.Module:
@@ -307,9 +302,6 @@ class _InPlace(nn.Module):
         y, state = self.map(h, labels, self.call.state(self.name))
         self.call.keep(self.name, None if ended else state)  # chunks with padding are learned, but read by padding only
         return y
-
-    def end(self) -> None:
-        self._hook.remove()
 
     def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         (self.call.given.entered,) = (*args, *named.values())  # an MLP takes one argument

@@ -56,7 +56,7 @@ class Call:
         base = model.get_submodule(lists[0].rpartition(".")[0])
         blocks: Any = model.get_submodule(lists[0])
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        self._hooks = [
+        self.hooks = [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             embedding.register_forward_hook(self._embedded),
             *(one.register_forward_pre_hook(self._enter, with_kwargs=True) for one in blocks),
@@ -64,7 +64,7 @@ class Call:
         ]
 
     def end(self) -> None:
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
