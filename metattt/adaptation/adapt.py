@@ -65,6 +65,11 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
             f"{len(same)} documents are equal to an earlier one, which was learned before they are scored: leave them "
             "out"
         )
+    if chosen.reset and max(map(len, documents)) <= (most := adapter.rule.mini_batch_size):
+        console.print(
+            f"no document is longer than a mini-batch of {most:,} tokens: nothing that is learned is read; lower "
+            "optimizer.mini_batch_size"
+        )
     size = chosen.batch_size if chosen.reset else 1
     results = {
         "as it is": _scored(adapter, documents, size, tokenizer, learns=False, resets=True),

@@ -82,13 +82,17 @@ def test_few_changes_show_a_text_that_was_learned_first(run: Path, audit: int, m
         adapt(compose(*words, job="adapt"))
 
 
-def test_equal_documents_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("override", "said"), [
+    ("reset=false", "1 documents are equal to an earlier one"),
+    ("optimizer.mini_batch_size=76", "no document is longer than a mini-batch of 76 tokens"),
+])  # fmt: skip
+def test_texts_that_show_nothing_are_told(run: Path, override: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
         (tmp_path / "texts" / f"{name}.txt").write_text("the same text. " * 5)
-    words = [f"checkpoint={run / 'run'}", f"data.path={tmp_path / 'texts'}", "reset=false", f"output_dir={tmp_path}"]
-    assert main(["adapt", *words, *FEW]) == 0
-    assert "1 documents are equal to an earlier one" in capsys.readouterr().out
+    words = [f"checkpoint={run / 'run'}", f"data.path={tmp_path / 'texts'}", f"output_dir={tmp_path}"]
+    assert main(["adapt", *words, *FEW, override]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
