@@ -57,9 +57,9 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     check_choice("how", how, ("beside",) if layer == IN_PLACE else ("beside", "replace"))
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise MetaTTTError(f"attach takes a causal language model of Transformers, and not a {type(model).__name__}")
-    names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+    names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
     if not names:
-        near = [name for name, one in model.named_modules() if name.endswith(("self_attn", "attn", "down_proj"))]
+        near = [name for name, _ in model.named_modules() if name.endswith(("attn", "attention", "mixer", "down_proj"))]
         raise MetaTTTError(
             f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
         )
@@ -221,7 +221,9 @@ class _Beside(nn.Module):
     ):
         super().__init__()
         if not hasattr(attention, "layer_idx"):
-            raise MetaTTTError(f"{name} is a {type(attention).__name__}: layer={layer} goes beside an attention")
+            raise MetaTTTError(
+                f"{name} is a {type(attention).__name__}: layer={layer} goes beside an attention of a language model"
+            )
         if how == "replace" and "residual" in signature(attention.forward).parameters:
             raise MetaTTTError(f"{name} adds the residual connection itself, which how=replace would drop: use beside")
         if how == "replace" and any(isinstance(one, nn.Conv1d) for one in attention.modules()):  # as Mamba's mixers

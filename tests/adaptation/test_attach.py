@@ -367,7 +367,8 @@ def test_mistakes_are_named() -> None:
     made = llama()
     hooks = [len(one._forward_hooks | one._forward_pre_hooks) for one in made.modules()]
     for pattern, layer, settings, message in (
-        ("layers.*.attn", "ttt_linear", {}, "names no module"),
+        ("layers.*.attn", "ttt_linear", {}, "are called model.layers.0.self_attn, model.layers.0.mlp.down_proj"),
+        ("*", "ttt_linear", {}, "model is in no list of blocks"),
         (ATTENTION, "ttt_lineer", {}, "ttt_linear"),
         (DOWN, "ttt_linear", {}, "goes beside an attention"),
         (ATTENTION, "in_place", {}, "takes linear maps"),
@@ -388,7 +389,7 @@ def test_mistakes_are_named() -> None:
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=V))
     with pytest.raises(MetaTTTError, match="adds the residual connection itself"):
         attach(bloom, "transformer.h.*.self_attention", layer="ttt_linear", how="replace")
-    refusal(lambda: attach(made, "lm_head", layer="ttt_linear"), "is in no list of blocks")
+    refusal(lambda: attach(bloom, "attn", layer="ttt_linear"), "are called transformer.h.0.self_attention")
     refusal(lambda: attach(nn.Linear(3, 3), "", layer="in_place"), "and not a Linear")
     own = attached(made, "ttt_linear")
     refusal(lambda: cache_of(made(IDS, use_cache=True)).crop(3), "assisted generation")
