@@ -61,15 +61,9 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     seen = "carries its state" if adapter.carries else f"sees {adapter.context:,} tokens before a mini-batch (context)"
     console.print(f"{count}; the model {seen}; {learned:,} numbers learn")
     if not chosen.reset and (same := repeated(documents)):
-        console.print(
-            f"{len(same)} documents are equal to an earlier one, which was learned before they are scored: leave them "
-            "out"
-        )
+        console.print(f"{len(same)} documents are equal to an earlier one, which is learned first: leave them out")
     if chosen.reset and max(map(len, documents)) <= (most := adapter.rule.mini_batch_size):
-        console.print(
-            f"no document is longer than a mini-batch of {most:,} tokens: nothing that is learned is read; lower "
-            "optimizer.mini_batch_size"
-        )
+        console.print(f"no document is longer than optimizer.mini_batch_size={most}: nothing that is learned is read")
     size = chosen.batch_size if chosen.reset else 1
     results = {
         "as it is": _scored(adapter, documents, size, tokenizer, learns=False, resets=True),

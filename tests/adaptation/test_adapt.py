@@ -84,7 +84,7 @@ def test_few_changes_show_a_text_that_was_learned_first(run: Path, audit: int, m
 
 @pytest.mark.parametrize(("override", "said"), [
     ("reset=false", "1 documents are equal to an earlier one"),
-    ("optimizer.mini_batch_size=76", "no document is longer than a mini-batch of 76 tokens"),
+    ("optimizer.mini_batch_size=76", "no document is longer than optimizer.mini_batch_size=76"),
 ])  # fmt: skip
 def test_texts_that_show_nothing_are_told(run: Path, override: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()
