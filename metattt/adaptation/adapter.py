@@ -163,7 +163,8 @@ class Adapter:
         """Scores the next tokens of the documents, mini-batch by mini-batch, and learns each after it was scored.
 
         Args:
-            ids: `[B, n]` token ids, or B tensors of different lengths: these documents then end there.
+            ids: `[B, n]` token ids, or B tensors of different lengths: these documents then end there. What is left of
+                one in a mini-batch that others complete is learned with it, as `next_documents` learns it of all.
             logits: return them, too.
 
         Raises:
