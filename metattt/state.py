@@ -133,8 +133,7 @@ class State(NamedTuple):
     def select(self, index: Tensor) -> State:
         """The states of the sequences `index` (to reorder beams or drop finished sequences): numbers, or True for those
         that stay, on any device."""
-        index = index.nonzero().flatten() if index.dtype == torch.bool else index
-        return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        return self.map(lambda tensor: tensor[index.flatten().to(tensor.device)])
 
     @property
     def nbytes(self) -> int:

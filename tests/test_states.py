@@ -107,10 +107,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "tensors")
     (tmp_path / "text").write_text("hello")
     (tmp_path / "empty").touch()
-    torch.save({"a": torch.zeros(2)}, tmp_path / "pickle")
     for name, message in {
-        "nowhere": "no state: ", "": "does not exist", "tensors": "not a state", "text": "cannot be read", "empty": "cannot be read",
-        "pickle": "cannot be read",
+        "nowhere": "does not exist", "": "not a file", "tensors": "not a state", "text": "cannot be read", "empty": "cannot be read",
     }.items():  # fmt: skip
         refusal(lambda name=name: State.load(tmp_path / name), message, lines=1)
     state = metattt.build("layer=ttt_linear", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1]
@@ -208,6 +206,8 @@ def test_states_of_models_move_and_are_selected(name: str) -> None:
     for narrow in (torch.bfloat16, torch.int64):
         refusal(partial(state.to, narrow), "float32 or wider")
     torch.testing.assert_close(model.step(ids[index, 5:], state.select(index))[0], expected[index])
+    with pytest.raises(IndexError):
+        state.select(torch.tensor([True, False]))  # flags of two sequences, and there are three
 
 
 def test_states_of_other_layers_that_keep_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def read_own(path: str | Path, key: str, form: str, missing: str, other: str) ->
     """A file of `write_own`, its tensors, and what it says of them; `missing` and `other`: what to say where there is
     no file, and of one that is not of this `form`."""
     file = path_of(str(path), key)
-    if not file.is_file():
+    if not file.exists():
         raise MetaTTTError(missing)
     check_own(file)
     tensors, text = read_described(file)
