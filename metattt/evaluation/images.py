@@ -133,8 +133,9 @@ def score(model: Any, loader: DataLoader[Any], inner: int = 0) -> ImageScores:
         images, labels = images.to(device), labels.to(device)
         check_classes(labels, model.num_classes)
         some = images[labels != NO_LABEL][: max(0, inner - int(sums[-1]))]
-        for number, loss in inner_losses_by_layer(model, some).items() if len(some) else ():
-            curves[number] = curves.get(number, 0) + len(some) * loss
+        with drawn_alike(model):  # so that the predictions below are the same without inner losses
+            for number, loss in inner_losses_by_layer(model, some).items() if len(some) else ():
+                curves[number] = curves.get(number, 0) + len(some) * loss
         sums += torch.stack([one.double().cpu() for one in classified(finite(model(images).float()), labels)])
     if not sums[-1]:
         raise MetaTTTError("there are no images to evaluate on")
