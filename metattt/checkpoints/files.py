@@ -81,7 +81,7 @@ def read_content(file: Path, tensors: Tensors = "all") -> dict[str, Any]:
     Raises:
         MetaTTTError: a file that is truncated, damaged, of another kind, or holds code; a part that is missing.
     """
-    if ours.is_checkpoint(file):
+    if file.is_dir():
         return ours.read_checkpoint(file, tensors)
     if file.name.endswith(".index.json"):
         return _read_index(file)

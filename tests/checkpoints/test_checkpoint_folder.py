@@ -235,6 +235,8 @@ def test_files_of_another_checkpoint(tmp_path: Path) -> None:
         refusal(partial(read_content, tmp_path / name), "of another checkpoint")
     shutil.move(tmp_path / "0" / "training.safetensors", tmp_path / "elsewhere")
     refusal(lambda: read_content(tmp_path / "0", "none"), "training.safetensors is missing")
+    (tmp_path / "1" / CONTENT).unlink()  # after its path was found
+    refusal(lambda: read_content(tmp_path / "1"), f"{CONTENT} is missing")
 
 
 def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
@@ -264,7 +266,6 @@ def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
         refusal(partial(load_parts, tmp_path / "step", {name: torch.zeros(4, 10)}), message, f" {name}", lines=1)
     name = "model-00002-of-00004.safetensors"
     (tmp_path / "step" / name).rename(tmp_path / name)
-    refusal(lambda: read_content(tmp_path / "step"), f"{name} is missing")
     del stored["files"][name]
     sign()
     refusal(lambda: read_content(tmp_path / "step"), "does not hold all of w")
