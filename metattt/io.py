@@ -84,7 +84,7 @@ def read_text(file: Path, limit: int = LONGEST) -> str:
             raise MetaTTTError(f"{file} has more than {limit:,} bytes: it is damaged, or not what its name says")
         return content.decode()
     except UnicodeDecodeError as error:
-        raise MetaTTTError(f"{file} is damaged: {error.reason} at byte {error.start}") from error
+        raise MetaTTTError(f"{file} is damaged, or not UTF-8: {error.reason} at byte {error.start}") from error
     except OSError as error:
         raise MetaTTTError(f"{file} cannot be read: {error.strerror or error}") from error
 

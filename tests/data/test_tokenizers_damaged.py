@@ -187,7 +187,7 @@ def test_what_is_around_a_text_does_not_make_another_tokenizer() -> None:
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes(b"\xff\xfe" * 50)
-    for name, message in ((str(file), "invalid start byte"), ("", "is not a path"), ("~nobody-of-that-name/x", "is not a path")):
+    for name, message in ((str(file), "not UTF-8"), ("", "is not a path"), ("~nobody-of-that-name/x", "is not a path")):
         refusal(lambda name=name: load_tokenizer(name), message, lines=1)
     refusal(lambda: tokenizer_of("model", "{}", 300), "model/tokenizer.json is not a tokenizer")
     file.write_text(json.dumps(content()))
