@@ -46,7 +46,7 @@ def plot(
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper right", frameon=False, fontsize=9)
+            axes.legend(frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -97,7 +97,6 @@ def _inner(axes: Any, curves: Mapping[int, Curves]) -> None:
         axes.fill_between(where, after, before, where=after <= before, color=BEFORE, alpha=0.15, linewidth=0)
         if (init > 0).all() and (after > 0).all() and (before > 0).all() and init.max() > 4 * after.min():
             axes.set_yscale("log")
-    count = f"mean of {len(curves)} layers" if len(curves) > 1 else "1 layer"
+    count = f"{'mean of ' if '' in lines else ''}{len(curves)} layers" if len(curves) > 1 else "1 layer"
     title = f"The hidden state learns while it reads ({count})"
     axes.set(xlabel="position in the window (tokens)", ylabel="inner loss (mean squared error)", title=title)
-    axes.margins(y=0.2)  # room for the legend
