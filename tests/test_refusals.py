@@ -79,7 +79,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Reconstruction(loss="lp", loss_p=0.5), "task.loss_p=0.5"),
     (lambda: Reconstruction(huber_delta_from="per_head"), "task.loss=squared has none"),
     # which parts go together
-    (lambda: layer(MLP(), ChannelDecay()), "decays for every channel need a linear learner"),
+    (lambda: layer(MLP(), ChannelDecay()), "optimizer.anchor=online (MLP is not a linear map)"),
     (lambda: layer(Linear(norm=False, residual=False), ChannelDecay()), "have no meaning for a bias: set learner.bias"),
     (lambda: layer(MLP(step_scale=0.5), Sign()), "set learner.step_scale=null"),
     (lambda: layer(MLP(step_scale=0.5), BlockMomentum(orthogonalize=True)), "set learner.step_scale=null"),

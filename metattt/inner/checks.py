@@ -69,10 +69,9 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
     if (tokens.erases or one_by_one) and plan.reasons.get("solved") == HOOKED:
         raise MetaTTTError(f"{HOOKED}, and {'pairs of a token' if pairs else what} need its closed form: remove them")
     if tokens.erases and not plan.linear:
-        why = plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
         raise MetaTTTError(
-            f"{what} need a linear learner, the squared or dot loss and a gradient at the newest weights, not {why}: "
-            "set learner=linear_map and optimizer.anchor=online"
+            f"{what} need a linear learner, the squared or dot loss and a gradient at the newest weights: set learner="
+            f"linear_map and optimizer.anchor=online ({plan.reasons.get('solved', f'optimizer.anchor={rule.anchor}')})"
         )
     if tokens.erases and learner.linear_map is not None and learner.linear_map[1] is not None:
         raise MetaTTTError(f"{what} have no meaning for a bias: set learner.bias=false")
