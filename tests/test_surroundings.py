@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,20 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 import metattt
 from metattt.catalog.known_layers import known_layers
+from metattt.inner.compiled import allow
 from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, KernelEstimator, Learner, Linear, Weight
 from metattt.optimizers import Adam, Append, GradientDescent, InnerOptimizer
-from metattt.tasks import Reconstruction, Task
+from metattt.tasks import Reconstruction
 from metattt.testing.specimen import Specimen, compare, cotangent, distance, gradients, run
 
 BOUND = 1e-9  # relative, float64
-
-
-def shared_qk() -> Task:
-    return Reconstruction("shared_qk", rope="mini_batch")
-
+shared_qk = partial(Reconstruction, "shared_qk", rope="mini_batch")
 
 SPECIMENS: dict[str, Specimen] = {
     "dual": Specimen(Linear, shared_qk, lambda: GradientDescent(4, token_steps="shared"), options={"gate": True}),
@@ -236,10 +234,13 @@ def test_compiled_in_one_graph(name: str) -> None:
 
 @pytest.mark.parametrize(("given", "dynamic"), [
     *((f"{name} learner.chunk=2", None) for name in ("mesa_net learner.iterations=2", "gka learner.iterations=2", "gated_oja")),
-    ("nested_ttt optimizer.mini_batch_size=2", None),
+    ("nested_ttt optimizer.mini_batch_size=2", None), ("custom learner=linear optimizer.mini_batch_size=1", True),
     ("kernel_ridge", True), ("mesa_net learner.solver=exact", True),  # settings are numbers that the compiler leaves open
 ])  # fmt: skip
+@inductor.patch(allow_buffer_reuse=True, inplace_buffers=True)
+@torch._dynamo.config.patch(capture_scalar_outputs=False, specialize_float=False)
 def test_learners_that_keep_data_or_a_layer_are_one_graph(given: str, dynamic: bool | None) -> None:
+    allow()
     layer = metattt.build(*f"layer={given}".split(), dim=8, num_heads=2, seed=0)
     x, graph = torch.randn(1, 5, 8), torch.compile(layer, fullgraph=True, backend="eager", dynamic=dynamic)
     torch.testing.assert_close(graph(x)[0], layer(x)[0])
@@ -276,8 +277,7 @@ def test_a_mini_batch_is_compiled_once(spec: Specimen) -> None:
     for count in (5, 9):
         torch._dynamo.reset()
         graph = torch.compile(layer, fullgraph=True, backend=backend)
-        length = count * layer.mini_batch_size + 1
-        assert error(layer, lambda x, graph=graph: graph(x)[0], tokens(length)) <= BOUND  # type: ignore[misc]
+        assert error(layer, lambda x, graph=graph: graph(x)[0], tokens(count * layer.mini_batch_size + 1)) <= BOUND  # type: ignore[misc]
     assert nodes[0] == nodes[1] and nodes[0][0] >= 1, nodes
 
 

@@ -6,8 +6,8 @@ derivative.
 
 Inductor (torch 2.14) writes into the memory of what a loop reads, as buffers that it uses again and as operations in
 place; gradients of the loop's inputs were then wrong by large factors. So the loop is used only after `allow`, which
-forbids both and lets a graph contain the number of a step. With a number of steps that the compiler leaves open,
-outputs were wrong too: every length has a graph of its own.
+forbids both, lets a graph contain the number of a step, and keeps settings numbers, because a loop takes no float that
+the compiler leaves open. With an open number of steps outputs were wrong too: every length has a graph of its own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ def allowed() -> bool:
 
 
 def allow() -> None:
-    """Lets this process use the loop: changes three settings of `torch.compile`."""
+    """Lets this process use the loop: changes four settings of `torch.compile`."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    inductor.allow_buffer_reuse, inductor.inplace_buffers, dynamo.capture_scalar_outputs = False, False, True
+    inductor.allow_buffer_reuse, inductor.inplace_buffers = False, False
+    dynamo.capture_scalar_outputs, dynamo.specialize_float = True, True
 
 
 def in_a_loop(
