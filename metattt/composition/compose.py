@@ -102,9 +102,9 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
         MetaTTTError: as `build`.
     """
     prepared = prepare(overrides, job)
-    for name in [one.partition("=")[2] for one in prepared if key_of(one) == "recipe" and "recipe" in groups(job)]:
+    for name in [one.partition("=")[2] for one in prepared if one.startswith("recipe=") and "recipe" in groups(job)]:
         known = groups(job)["recipe"]  # which Hydra does not look at: a preset need not have a recipe
-        if name not in {*known, "null"} and not any(one.startswith(SEARCH_PATH) for one in prepared):
+        if name not in known and not any(one.startswith(SEARCH_PATH) for one in prepared):
             raise MetaTTTError(f"recipe={name} is not allowed: it must be {', '.join(sorted(known))}")
     load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
     prepared, settings = take_settings(prepared) if "model" in groups(job) else (prepared, [])

@@ -79,8 +79,8 @@ def key_of(override: str) -> str:
 
 
 def left_out(override: str) -> str:
-    """`callbacks.<name>=null`, `logger.<name>=null` and null for the whole group, as `~callbacks.<name>`."""
-    match = re.fullmatch(rf"(({'|'.join(ENTRIES)})(\.\w+)?)=null", override)
+    """`callbacks.<name>=null`, `logger.<name>=null` and null for a whole group or recipe, as `~callbacks.<name>`."""
+    match = re.fullmatch(rf"(({'|'.join(ENTRIES)})(\.\w+)?|recipe)=null", override)
     return f"~{match[1]}" if match else override
 
 

@@ -34,8 +34,8 @@ def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
     default, before, wanted = (leaves(OmegaConf.to_container(one)) for one in (compose(job="train"), saved, given))
     keys, chosen, deleted = _said(given.given)
     for key in deleted:
-        _check_resumable(key, f"~{key}")
         if OmegaConf.select(saved, key) is not None:
+            _check_resumable(key, f"~{key}")
             owner, _, name = key.rpartition(".")
             del (OmegaConf.select(saved, owner) if owner else saved)[name]
     moved = False

@@ -213,7 +213,7 @@ def test_what_is_given_counts_even_at_its_default(run: Path, copy: Path, overrid
 @pytest.mark.parametrize("given", ["trainer.devices=1", "trainer.max_steps=320"])
 def test_an_explicit_value_counts_though_it_is_the_default(given: str, run: Path) -> None:
     saved = OmegaConf.create(OmegaConf.to_container(compose("trainer.devices=2", "trainer.max_steps=8")))
-    cfg, _ = resumed(compose(f"resume={run / 'run'}", given), saved)  # type: ignore[arg-type]
+    cfg, _ = resumed(compose(f"resume={run / 'run'}", "~recipe", given), saved)  # type: ignore[arg-type]
     assert [cfg.trainer.devices, cfg.trainer.max_steps] == ([1, 8] if "devices" in given else [2, 320])
 
 
