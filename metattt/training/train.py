@@ -85,7 +85,7 @@ def train(cfg: DictConfig) -> int:
     check_given(cfg)
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
     # a format, or on the Hub
-    named = "files" in cfg.data and (cfg.data.files is not None or not is_local(str(cfg.data.path)))
+    named = "files" in cfg.data and (cfg.data.files is not None or not is_local(str(cfg.data.get("path"))))
     for key in ("path", "validation_path", "files"):
         if key in cfg.data and not (key == "path" and named):
             cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder

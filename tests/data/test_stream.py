@@ -178,6 +178,7 @@ def test_two_processes_train_as_one(files: str, tmp_path: Path, whole: Path) -> 
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
+    (("data.path=???",), "`data.path` has no value: give data.path=..."),
     (("data.path=/nowhere/a.jsonl.gz",), "cannot be opened as a dataset"),
     (("data.path={here}/cut.jsonl.gz",), "marker was reached in {here}/cut.jsonl.gz"),
     (("data.path=/nowhere/a.bin",), "has an unknown format"),
