@@ -186,7 +186,6 @@ def test_two_processes_train_as_one(files: str, tmp_path: Path, whole: Path) -> 
     (("data.context_length=100000",), "set data.context_length="),
     (("data.text_key=words",), "set data.text_key="),
     (("data.split=nothing",), "cannot be opened as a dataset"),
-    (("trainer.max_steps=-1", "trainer.max_epochs=1"), "a run is counted in steps"),
     (("data.num_workers=2",), "num_workers"),
     (("data.validation_documents=1000",), "holds no text to train on"),
 ])  # fmt: skip
