@@ -30,7 +30,7 @@ LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 
-NOTHING = {"preset=null": "preset=none"}
+NOTHING = {"preset=null": "preset=none", "~preset": "preset=none"}
 """Choices of nothing, as they are by default."""
 
 LEFT_OUT = ("callbacks", "logger", "preset", "recipe", "experiment")
