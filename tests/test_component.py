@@ -55,7 +55,7 @@ def test_the_constructor_follows_the_lines() -> None:
     assert made.extra_repr() == "size=2, kind='b', residual=False" and Narrow("a").extra_repr() == "kind='a'"
     for part in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert part.extra_repr() == made.extra_repr() and part.size == 2
-    for arguments, said in (({}, "'size'"), ({"size": 1, "sise": 2}, "'sise'"), ({"size": 1, "plain": 2}, "as a setting: `plain: <type> = ")):
+    for arguments, said in (({}, "'size'"), ({"size": 1, "sise": 2}, "'sise'"), ({"size": 1, "plain": 2}, "setting: `plain: <type> = ")):
         with pytest.raises(TypeError, match=rf"Sized.__init__\(\) .*{said}"):
             Sized(**arguments)
 

@@ -29,7 +29,7 @@ from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_comp
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.keys import check_keys
 from metattt.composition.messages import explain_composition, first_line, not_a_field, refused_value
-from metattt.composition.overrides import ENTRIES, NOTHING, SEARCH_PATH, key_of, prepare, without_null
+from metattt.composition.overrides import ENTRIES, SEARCH_PATH, key_of, prepare, without_null
 from metattt.composition.signatures import ranges
 from metattt.errors import MetaTTTError, check_heads, shown
 from metattt.registry import PARAMETERS
@@ -116,7 +116,7 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     if "name" in cfg and cfg.name is None:
         cfg.name = stack or (chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"])
     if "given" in cfg:
-        cfg.given = [override for override in without_null(overrides) if override not in NOTHING]
+        cfg.given = without_null(overrides)
     return cfg
 
 

@@ -30,7 +30,8 @@ def test_layers_choose_the_parts_and_overrides_win() -> None:
     cfg = compose("layer=ttt_mlp", "learner=linear", "optimizer.base_lr=0.5", "layer.gate=false", job="build")
     assert cfg.learner._target_.endswith("Linear") and cfg.optimizer.base_lr == 0.5 and not cfg.layer.gate
     assert cfg.layer.learner == cfg.learner
-    assert compose("preset=null") == compose("experiment=null") == compose("experiment=stdlib", "experiment=null") == compose()
+    assert compose("experiment=null") == compose("experiment=stdlib", "experiment=null") == compose()
+    assert compose(*(again := compose("preset=125m", "preset=null")).given) == again and again.training == compose().training
     assert compose("preset=125m", "recipe=null").training == compose("preset=125m", "~recipe").training == compose("~preset").training
     assert compose("layer=mamba", "dim=9").dim == compose("model.blocks=[mamba]", "dim=9").dim == 9  # it has no heads
     assert compose().name == "ttt_linear" and compose("experiment=digits_pixel").name == "mttt_mlp"
