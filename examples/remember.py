@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 
 import metattt
-from metattt.checkpoints.trained import open_trained
-from metattt.data.tokenizers import tokenizer_of
 from metattt.generation.text import generate_text
 from metattt.models.language_model import LanguageModelState
 
@@ -26,7 +24,7 @@ SEGMENT = 2048  # tokens per call: what a call needs of memory does not grow wit
 
 def read(checkpoint: str, document: str, memory: str) -> None:
     """Reads a text file with a model, and writes what was learned."""
-    model, tokenizer = load(checkpoint)
+    model, tokenizer = metattt.load_model(checkpoint)[0], metattt.load_tokenizer(checkpoint)
     ids = torch.tensor([[tokenizer.separator, *tokenizer.encode(Path(document).read_text()).tolist()]])
     state = None
     with torch.inference_mode():
@@ -38,16 +36,10 @@ def read(checkpoint: str, document: str, memory: str) -> None:
 
 def answer(checkpoint: str, memory: str, *questions: str) -> None:
     """Continues every question as if it stood after the document; the memory stays as it is."""
-    model, tokenizer = load(checkpoint)
+    model, tokenizer = metattt.load_model(checkpoint)[0], metattt.load_tokenizer(checkpoint)
     state = LanguageModelState.load(memory, model=model)  # refused, if another model has learned it
     for question, text in zip(questions, generate_text(model, tokenizer, questions, 40, temperature=0, state=state), strict=True):
         print(f"{question}{text}")
-
-
-def load(checkpoint: str):
-    """A model and its tokenizer."""
-    model, config = metattt.load_model(checkpoint)
-    return model, tokenizer_of(checkpoint, open_trained(checkpoint).tokenizer, config.model.vocab_size)
 
 
 if __name__ == "__main__":

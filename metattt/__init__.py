@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from metattt.adaptation.attach import attach
     from metattt.checkpoints.trained import load_model
     from metattt.composition.compose import build
+    from metattt.generation.text import load_tokenizer
     from metattt.layer import TTTLayer
     from metattt.state import State
 
@@ -22,7 +23,7 @@ except PackageNotFoundError:  # run from a checkout that was never installed
 
 __all__ = [
     "Adapter", "MetaTTTError", "State", "TTTLayer", "__version__", "attach", "build", "learners", "load_model",
-    "models", "optimizers", "tasks",
+    "load_tokenizer", "models", "optimizers", "tasks",
 ]  # fmt: skip
 
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "attach": "metattt.adaptation.attach",
     "build": "metattt.composition.compose",
     "load_model": "metattt.checkpoints.trained",
+    "load_tokenizer": "metattt.generation.text",
 }
 _PACKAGES = ("bidirectional", "combined", "learners", "models", "optimizers", "tasks", "testing")
 

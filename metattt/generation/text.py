@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 
-from metattt.data.tokenizers import Tokenizer
+from metattt.checkpoints.trained import open_trained
+from metattt.data.tokenizers import Tokenizer, tokenizer_of
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.nested import count_sequences
+
+
+def load_tokenizer(path: str | Path, tokenizer: str | None = None, trust: Collection[str] = ()) -> Tokenizer:
+    """The tokenizer of a trained language model, for `generate_text`.
+
+    Args:
+        path: as for `metattt.load_model`.
+        tokenizer: a `tokenizer.json` or a name on the Hugging Face Hub, where the checkpoint does not say.
+        trust: modules of yours whose classes the checkpoint may name.
+
+    Raises:
+        MetaTTTError: no checkpoint, or one that cannot be read; no tokenizer, or that of another model.
+    """
+    found = open_trained(path, trust=trust)
+    return tokenizer_of(str(path), found.tokenizer, found.config.model.get("vocab_size", 0), tokenizer)
 
 
 def ends(tokenizer: Tokenizer) -> list[int]:
@@ -104,7 +121,9 @@ def generate_text(
         tokenizer: of the model.
         prompts: texts of any lengths; they are read and continued together, and padding changes nothing.
         max_new_tokens: tokens to generate at most, per prompt.
-        temperature, top_k, top_p: see `metattt.generation.sampling.draw`.
+        temperature: divides the logits; 0 takes the most probable token.
+        top_k: draw from the k most probable tokens only.
+        top_p: draw from the smallest set of tokens that holds this probability (arXiv 1904.09751).
         stop: a continuation ends before the first of these strings.
         seed: of the draws; None is torch's own state.
         state: of one sequence, which every prompt continues, or of as many as there are prompts; it stays as it is.
