@@ -171,7 +171,7 @@ def test_a_finished_run_without_a_value_fails_again(here: Path, monkeypatch: pyt
     ("seed=interval(0,1)", "add hydra/sweeper=optuna, or name values, seed=a,b"),
     ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
     ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
-    ("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?"),
+    pytest.param("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?", marks=pytest.mark.slow),
     ("hydra.sweep.dir=run", "hydra.sweep.dir=run holds a run: choose another folder"),
 ])  # fmt: skip
 def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
