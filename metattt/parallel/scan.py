@@ -99,7 +99,7 @@ def left_by(layer: TTTLayer, views: Views, gates: Gates, state: State, call: Cal
 
 def kept(gates: Gates, ctx: Context) -> Tensor:
     """A `[B, H]`: what a segment keeps of the weights before it; nothing, where a document starts in it."""
-    factor = torch.ones_like(gates.eta[..., 0]) if gates.alpha is None else gates.alpha.prod(-1)
+    factor = gates.eta.new_ones(gates.eta.shape[:2]) if gates.alpha is None else gates.alpha.prod(-1)
     return factor if ctx.first is None else factor.masked_fill(ctx.first.any(1, keepdim=True), 0)
 
 

@@ -352,6 +352,7 @@ def test_tails_go_ahead_only_where_they_are_tails(task: type[Reconstruction]) ->
     with_tails.task.__class__ = task
     assert not scannable(with_tails, 16)
     assert not scannable(layer("linear_attention", "task.views=shared_qk"), 16)  # q and k of one projection
+    assert not scannable(layer("delta_product"), 16)  # a step size for each of the pairs of a token
 
 
 def test_frames_hold_no_tensors() -> None:
