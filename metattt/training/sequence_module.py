@@ -32,10 +32,9 @@ class LabelledSequences(OuterLoop):
         return losses.mean() if len(losses) else losses.sum()  # a batch that asks nothing teaches nothing
 
     def shortest_loss(self) -> Tensor:
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        if hasattr(self.model, "vocab_size"):
-            return self.batch_loss((ids, ids))
-        return self.batch_loss((torch.zeros(1, 2, self.model.in_features, device=self.device), ids.float()))
+        x = next(self.model.parameters()).new_zeros(1, 2, getattr(self.model, "in_features", 1))
+        labels = x[..., 0].long() if hasattr(self.model, "vocab_size") else x[..., 0]
+        return self.batch_loss((x if labels.is_floating_point() else labels, labels))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         losses, hits = losses_and_hits(*labelled_predictions(self.model, *batch))
@@ -56,7 +55,7 @@ class Views(LabelledSequences):
         """Nothing to check: a given view may see every other."""
 
     def shortest_loss(self) -> Tensor:
-        x = torch.zeros(1, 2, self.model.view_tokens, self.model.in_features, device=self.device)
+        x = next(self.model.parameters()).new_zeros(1, 2, self.model.view_tokens, self.model.in_features)
         x[:, 0, :, -1], x[:, 1, :, -1] = GIVEN, ASKED
         return self.model(x.flatten(1, 2)).sum()
 

@@ -16,6 +16,7 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.data.novel_views import NovelViewsData, cameras, render
 from metattt.evaluation.evaluate import evaluate
 from metattt.training.recipes import AdamW
+from metattt.training.sequence_module import Views
 from metattt.training.train import train
 
 SMALL = ("experiment=novel_views", "dim=16", "num_heads=1", "model.num_layers=2", "trainer.accelerator=cpu")
@@ -52,6 +53,7 @@ def test_an_answer_depends_on_the_given_views_alone(size: str) -> None:
         torch.testing.assert_close(alone, model(x)[row, 64:], rtol=1e-9, atol=1e-11)
     turned = model(x[2:, [*range(32, 48), *range(32), *range(48, 80)]])[0, 48:]
     assert torch.allclose(turned, model(x)[2, 48:], rtol=1e-9, atol=1e-11) == (size == "null")
+    assert Views(model, None, {}).shortest_loss().dtype == torch.float64  # what trainer=ddp asks for first
 
 
 def test_all_projections_decay() -> None:

@@ -226,9 +226,11 @@ def test_inputs_that_are_not_finite_are_said_to_be_the_data(tmp_path: Path, monk
 def test_a_batch_that_asks_nothing_teaches_nothing(kind: str) -> None:
     model: Any = instantiate_model(compose(f"experiment={kind}", "layer=attention", "dim=8", "num_heads=1"))
     inputs, labels = (torch.zeros(1, 4, dtype=torch.long), NO_LABEL) if kind == "recall" else (torch.zeros(1, 4, 9), torch.nan)
-    loss = LabelledSequences(model, None, {}).batch_loss((inputs, torch.full((1, 4), labels)))
+    loop = LabelledSequences(model, None, {})
+    loss = loop.batch_loss((inputs, torch.full((1, 4), labels)))
     loss.backward()
     assert loss == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert loop.double().shortest_loss().dtype == torch.float64  # what trainer=ddp asks for first
 
 
 @pytest.mark.parametrize("layer", ["ttt_linear", "attention"])
