@@ -94,10 +94,8 @@ CASES = (
     *(Case(layer, 2, 2, scan=True, reset=True, options=PLAIN) for layer in SCANNED),
     *(Case("mamba2", *mesh, scan=True, reset=reset) for mesh in ((1, 4), (2, 2)) for reset in (False, True)),
     Case("mamba2", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
-    Case("linear_attention", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
     Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
     Case("hybrid", 2, 2, scan=True, sharded=True),
-    Case("hybrid", 2, 2, sharded=True),
     *(Case(layer, 2, 1, tensor=2) for layer in (*LAYERS, "mamba2", *BLOCKS)),
     *(Case(layer, 2, 1, tensor=2, options=("num_heads=4",)) for layer in ("kda", "rwkv7", "comba")),  # heads 4 wide: H
     Case("nested_transformer", 2, 1, tensor=2, options=("learner.num_heads=2",)),
