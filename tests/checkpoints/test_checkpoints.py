@@ -4,7 +4,7 @@ other runs."""
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from processes_for_tests import fresh
 from refusals_for_tests import refusal
+from runs_for_tests import TINY, tiny, write_corpus
 
 import metattt.configs
 from metattt.checkpoints.files import find_checkpoint
@@ -25,15 +26,12 @@ from metattt.composition.compose import compose, load_components
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.io import seal
-from metattt.registry import REGISTERED, VERSIONS, register
+from metattt.registry import REGISTERED, VERSIONS
 from metattt.training.building import differences
 from metattt.training.resume import resumed
 from metattt.training.train import train
 
-TINY = (
-    "dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "data.context_length=24", "data.batch_size=4",
-    "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "trainer.val_check_interval=1.0",
-)  # fmt: skip
+TTT = ("layer=ttt_linear", "optimizer.mini_batch_size=8")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, on a text that is then moved."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("run")
-    (folder / "before").mkdir()
-    for index in range(12):
-        line = f"the keeper of light {index} wrote down every stone of wall {index * index}, and nobody noticed.\n"
-        (folder / "before" / f"{index:02}.txt").write_text(line * 5)
-    settings = (f"data.path={folder / 'before'}", f"output_dir={folder / 'run'}", "trainer.max_steps=2")
-    assert train(compose(*TINY, *settings)) == 0
+    assert train(tiny(write_corpus(folder / "before"), folder / "run", *TTT, "trainer.max_steps=2")) == 0
     (folder / "before").rename(folder / "after")
     return folder
 
@@ -55,17 +48,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(run: Path, tmp_path: Path) -> Path:
     shutil.copytree(run / "run", tmp_path / "run")
     return tmp_path / "run"
-
-
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """What a test registers, or changes, is forgotten; what it is the first to import stays."""
-    names, versions = dict(REGISTERED), dict(VERSIONS)
-    yield
-    for key in [key for key, target in REGISTERED.items() if target.startswith(f"{__name__}.")]:
-        del REGISTERED[key], VERSIONS[key]
-    REGISTERED.update(names)
-    VERSIONS.update(versions)
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -101,13 +83,9 @@ def test_names_and_targets_are_there_and_back() -> None:
     assert to_targets(named, "here") == config
 
 
-def test_a_class_of_a_user_keeps_its_path(registered: None) -> None:
-    class Mine:
-        def __init__(self, x: int = 1):
-            pass
-
-    register("learner", "mine_alone")(Mine)  # no installed package announces it: another process would not know it
-    node = {"_target_": REGISTERED["learner", "mine_alone"], "x": 2}
+def test_a_class_of_a_user_keeps_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"_target_": "my_package.Mine", "x": 2}
+    monkeypatch.setitem(REGISTERED, ("learner", "mine_alone"), "my_package.Mine")  # which another process would not know
     assert to_names(node) == node
 
 
@@ -231,7 +209,7 @@ def test_defaults_given_for_what_may_change_are_applied(run: Path, copy: Path) -
 def test_init_from_says_what_the_weights_do_not_show(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = (*TINY, f"data.path={run / 'after'}", f"init_from={run / 'run'}", f"output_dir={tmp_path}", "overwrite=true")
+    start = (*TINY, *TTT, f"data.path={run / 'after'}", f"init_from={run / 'run'}", f"output_dir={tmp_path}", "overwrite=true")
     start = (*start, "trainer.max_steps=1")
     assert train(compose(*start)) == 0
     assert "but here with" not in capsys.readouterr().out
