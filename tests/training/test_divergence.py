@@ -44,22 +44,6 @@ def spoil_loss(monkeypatch: pytest.MonkeyPatch, *steps: int, value: float = NAN,
     monkeypatch.setattr(LanguageModeling, "training_step", spoilt)
 
 
-def spoil_gradient(monkeypatch: pytest.MonkeyPatch, *steps: int, value: float = NAN) -> None:
-    """A number in the gradient of layer 1, head 1."""
-
-    def spoilt(self: LanguageModeling) -> None:
-        if self.global_step + 1 in steps:
-            self.model.blocks[1].layer.optimizer.lr_weight.grad[1, 3] = value  # type: ignore[union-attr,index]
-
-    monkeypatch.setattr(LanguageModeling, "on_after_backward", spoilt)
-
-
-def spoil_weights(trainer: Any, module: Any) -> None:
-    """A weight, after the update of a step."""
-    with torch.no_grad():
-        module.model.blocks[0].ffn.up.weight[0, 0] = INF
-
-
 @pytest.fixture
 def history(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
     """The weights at the start and after every batch, with Adam's second moments."""
@@ -126,7 +110,12 @@ def test_parameters_are_named_by_layer_and_head() -> None:
 def test_stop_names_what_it_found(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil_gradient(monkeypatch, 4)  # a checkpoint's step
+
+    def spoilt(self: Any) -> None:
+        if self.global_step == 3:  # the next step's checkpoint is due
+            self.model.blocks[1].layer.optimizer.lr_weight.grad[1, 3] = NAN
+
+    monkeypatch.setattr(LanguageModeling, "on_after_backward", spoilt)
     assert main(["train", *settings]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("step ")]
     assert error == [
@@ -181,7 +170,7 @@ def test_a_run_that_does_not_recover_stops(settings: tuple[str, ...], monkeypatc
 def test_spoilt_weights_never_reach_a_checkpoint(
     settings: tuple[str, ...], policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    after_step(monkeypatch, 4, spoil_weights)
+    after_step(monkeypatch, 4, lambda _, module: module.model.blocks[0].ffn.up.weight.data[0, 0].fill_(INF))
     refusal(lambda: train(compose(*settings, f"on_divergence={policy}")), "weights are not finite: layer 0: blocks.0.ffn.up.weight")
     assert read_checkpoint(tmp_path / "run")["global_step"] == 2 and finite(tmp_path / "run")
 

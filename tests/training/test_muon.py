@@ -6,25 +6,12 @@ import copy
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_part
-from metattt.training.building import Builder
+from metattt.composition.instantiate import instantiate_model, instantiate_part
 from metattt.training.muon import Muon, MuonAndAdamW
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return Builder(compose("dim=32", "num_heads=2", "training=muon"), None).whole()
-
-
-def with_gradients(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
 def iterated(gradient: Tensor) -> Tensor:
@@ -36,8 +23,9 @@ def iterated(gradient: Tensor) -> Tensor:
     return u @ torch.diag(s) @ vh
 
 
-def test_matrices_of_the_blocks_are_moved_by_muon_and_nothing_is_moved_twice(model: nn.Module) -> None:
-    recipe = instantiate_part(compose("dim=32", "num_heads=2", "training=muon"), "training")
+def test_matrices_of_the_blocks_are_moved_by_muon_and_nothing_is_moved_twice() -> None:
+    cfg = compose("dim=32", "num_heads=2", "training=muon")
+    recipe, model = instantiate_part(cfg, "training"), instantiate_model(cfg)
     moved, decayed, others = recipe.groups(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_muon = {names[id(p)] for p in moved["params"]}
@@ -85,7 +73,8 @@ def test_a_parameter_without_a_gradient_stays_and_a_model_without_blocks_is_trai
     before = copy.deepcopy(plain.state_dict())
     optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
-    with_gradients(plain, 0)
+    for parameter in plain.parameters():
+        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     assert all(not torch.equal(before[name], value) for name, value in plain.state_dict().items())
 
