@@ -38,11 +38,11 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents in three compressed files, with an empty one among them."""
+    """Documents in three compressed files, with empty ones among them."""
     folder = tmp_path_factory.mktemp("stream")
     for number in range(3):
         with gzip.open(folder / f"{number}.jsonl.gz", "wt") as file:
-            for text in [*TEXTS[number * 10 : number * 10 + 10], ""]:
+            for text in [*TEXTS[number * 10 : number * 10 + 10], "", None]:
                 file.write(json.dumps({"text": text}) + "\n")
     return f"{folder}/*.jsonl.gz"
 
@@ -78,12 +78,6 @@ def test_a_bookmark_goes_on_at_any_token(kind: str, tmp_path: Path, files: str) 
         second.go_to(json.loads(json.dumps(first.bookmark())))
         assert np.array_equal(second.read(120 - place), expected[place:]), place
     refusal(lambda: reader(files, kind, **options).go_to({"used": 1, "place": "x"}), match=r"^data\.path=.* cannot be read as text")
-
-
-def test_null_is_an_empty_text(tmp_path: Path) -> None:
-    rows = [{"text": "one"}, {"text": None}, {"text": "two"}]
-    (tmp_path / "null.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert np.array_equal(reader(str(tmp_path / "null.jsonl")).read(8), all_tokens(["one", "two"]))
 
 
 def test_a_stream_that_breaks_costs_no_step(tmp_path: Path) -> None:
