@@ -10,13 +10,11 @@ import pytest
 import torch
 from models_for_tests import small_model
 from refusals_for_tests import refusal
-from runs_for_tests import write_corpus
+from runs_for_tests import TINY
 
 import metattt
-from metattt import MetaTTTError, load_model
+from metattt import MetaTTTError
 from metattt.checkpoints.convert import convert
-from metattt.checkpoints.folder import write_model
-from metattt.checkpoints.record import make_record
 from metattt.composition.compose import compose
 from metattt.generation.generate import generate
 from metattt.models import LanguageModel
@@ -27,10 +25,6 @@ SMALL = ("dim=16", "num_heads=2", "model.ffn_dim=16")
 HYBRID = (
     *SMALL, "model.num_layers=3", "model.blocks=ttt_mlp*2+window_attention", "model.blocks.ttt_mlp.optimizer.mini_batch_size=8",
     "model.blocks.window_attention.learner.window=6", "model.blocks.window_attention.learner.sinks=1",
-)  # fmt: skip
-TINY = (
-    *HYBRID, "data.context_length=24", "data.batch_size=4", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "training.lr=5e-3",
-    "trainer.accumulate_grad_batches=2", "sample=false",
 )  # fmt: skip
 
 
@@ -129,32 +123,14 @@ def test_what_is_refused(overrides: str) -> None:
 # -- training and files ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, and a run of four steps (`whole`)."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_corpus(folder / "corpus")
-    settings = (f"data.path={folder / 'corpus'}", f"output_dir={folder / 'whole'}", "trainer.max_steps=4")
-    assert train(compose(*TINY, *settings)) == 0
-    return folder
-
-
-def test_a_run_is_read_converted_and_goes_on_generating(runs: Path, tmp_path: Path) -> None:
-    """Its weights can be saved alone and read again; no published configuration makes such a model."""
-    model, config = load_model(runs / "whole")
-    assert list(config.model.blocks.pattern) == ["ttt_mlp", "ttt_mlp", "window_attention"]
-    write_model(tmp_path / "alone", make_record(config), model.state_dict(), None)
-    again, _ = load_model(tmp_path / "alone")
-    ids = torch.randint(257, (2, 40))
-    assert torch.equal(again(ids), model(ids))
+def test_a_run_is_read_and_goes_on_generating_and_another_says_what_differs(corpus: Path, tmp_path: Path) -> None:
+    """No published configuration makes such a model."""
+    run, plain = tmp_path / "run", [one for one in TINY if "layer=" not in one]
+    assert train(compose(*plain, *HYBRID, f"data.path={corpus}", f"output_dir={run}", "trainer.max_steps=1")) == 0
     target = f"target={tmp_path / 'published'}"
     with pytest.raises(MetaTTTError, match="cannot be written as a published one"):
-        convert(compose(f"source={runs / 'whole'}", target, "direction=to_published", job="convert"))
-    generate(compose(f"checkpoint={runs / 'whole'}", "prompt=alpha", "max_new_tokens=12", "device=cpu", job="generate"))
-
-
-def test_a_run_that_starts_from_another_says_what_differs(runs: Path) -> None:
-    other = [one for one in TINY if "mini_batch_size" not in one]
-    line = differences(compose(*other), str(runs / "whole"), "bytes")
+        convert(compose(f"source={run}", target, "direction=to_published", job="convert"))
+    generate(compose(f"checkpoint={run}", "prompt=alpha", "max_new_tokens=12", "device=cpu", job="generate"))
+    line = differences(compose(*(one for one in HYBRID if "mini_batch_size" not in one)), str(run), "bytes")
     assert line is not None and "blocks.layers.ttt_mlp.optimizer.mini_batch_size 16 (there 8)" in line
-    assert differences(compose(*TINY), str(runs / "whole"), "bytes") is None
+    assert differences(compose(*HYBRID), str(run), "bytes") is None
