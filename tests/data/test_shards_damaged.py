@@ -24,14 +24,11 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens of a tokenizer from a file."""
     folder = tmp_path_factory.mktemp("prepared")
-    (folder / "corpus").mkdir()
-    for index in range(12):
-        (folder / "corpus" / f"{index}.txt").write_text(f"document {index}: " + f"word{index} é " * 120)
-    trained_tokenizer(folder / "corpus", folder / "tokenizer.json")
-    settings = (f"source={folder / 'corpus'}", f"target={folder / 'shards'}", f"tokenizer={folder / 'tokenizer.json'}")
+    trained_tokenizer(corpus, folder / "tokenizer.json")
+    settings = (f"source={corpus}", f"target={folder / 'shards'}", f"tokenizer={folder / 'tokenizer.json'}")
     assert prepare(compose(*settings, "validation_fraction=0.3", "workers=1", job="prepare")) == 0
     return folder / "shards"
 
