@@ -76,11 +76,12 @@ def complaints(figures: list[Figures]) -> list[str]:
     return found
 
 
-def train_for(steps: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Figures]:
+def train_for(steps: int, folder: Path) -> list[Figures]:
     """Trains and looks at the process on the way."""
     from metattt.training.callbacks import LossCurve
     from metattt.training.train import train
 
+    torch.set_num_threads(1)
     write_corpus(folder / "text")
     original, figures, times, last = LossCurve.on_train_batch_end, [], [], [time.process_time()]
 
@@ -92,9 +93,10 @@ def train_for(steps: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list
             times.clear()
         last[0] = time.process_time()
 
-    monkeypatch.setattr(LossCurve, "on_train_batch_end", watched)
     settings = (f"data.path={folder / 'text'}", f"output_dir={folder / 'run'}", f"trainer.max_steps={steps}")
-    assert train(compose(*TRAIN, *settings)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossCurve, "on_train_batch_end", watched)
+        assert train(compose(*TRAIN, *settings)) == 0
     return figures
 
 
@@ -114,16 +116,10 @@ def generate_for(count: int, layer: str) -> list[Figures]:
     return figures
 
 
-def train_apart(steps: int, folder: Path) -> list[Figures]:
-    """In a process of its own, where nothing is left of other tests whose ends could be counted."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        return train_for(steps, patch, folder)
-
-
 def test_steps_leave_nothing_behind(tmp_path: Path) -> None:
+    """In a process of its own, where nothing is left of other tests whose ends could be counted."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        figures = process.submit(train_apart, 200, tmp_path).result()
+        figures = process.submit(train_for, 200, tmp_path).result()
     assert complaints(figures) == [], figures
     assert max(column(tmp_path / "run", "train/loss")) == 200
 
@@ -158,8 +154,7 @@ def show(title: str, unit: str, figures: list[Figures]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as made:
-        show("Training", "steps", train_for(int(sys.argv[1]), patch, Path(made)))
+    with tempfile.TemporaryDirectory() as made:
+        show("Training", "steps", train_for(int(sys.argv[1]), Path(made)))
     for name in ("ttt_linear", "ttt_mlp", "delta_net"):
         show(f"Generation, {name}", "tokens", generate_for(int(sys.argv[2]), name))
