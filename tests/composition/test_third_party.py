@@ -21,27 +21,14 @@ def run(code: str, *paths: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def pip_install(source: Path, target: Path, scratch: Path) -> None:
-    """Really install a project, built from a copy so that no build folder is left in the checkout."""
+def pip_install(source: Path, scratch: Path) -> Path:
+    """Really install a project in a folder, built from a copy so that no build folder is left in the checkout."""
     skip = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", "*.egg-info", "build", "runs", ".venv", "venv")
-    copy = scratch / "source"
+    copy, target = scratch / "source", scratch / "installed"
     shutil.copytree(source, copy, symlinks=True, ignore=skip)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-compile", "--target", str(target)]
     done = subprocess.run([sys.executable, "-m", "pip", "install", *options, str(copy)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.fixture(scope="module")
-def fourier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("fourier")
-    pip_install(EXAMPLE, target, tmp_path_factory.mktemp("fourier_source"))
-    return target
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("wheel")
-    pip_install(ROOT, target, tmp_path_factory.mktemp("wheel_source"))
     return target
 
 
@@ -69,8 +56,8 @@ main(["train", "learner=fourier", "--help"])
 """
 
 
-def test_learner_of_another_package(fourier: Path, tmp_path: Path) -> None:
-    out = run(USE_FOURIER, fourier, ROOT, cwd=tmp_path).stdout
+def test_learner_of_another_package(tmp_path: Path) -> None:
+    out = run(USE_FOURIER, pip_install(EXAMPLE, tmp_path), ROOT, cwd=tmp_path).stdout
     assert "fourier " in out and "learned Fourier features" in out and "learner.frequencies=" in out
 
 
@@ -106,7 +93,8 @@ for file in sorted((package / "configs").glob("*.yaml")):  # the other files are
 
 
 @pytest.mark.slow
-def test_wheel_away_from_the_checkout(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = pip_install(ROOT, tmp_path)
     monkeypatch.setenv("WHEEL", str(wheel))
     run(IMPORT_AND_COMPOSE, wheel, cwd=tmp_path)
     sources = {str(f.relative_to(ROOT)) for f in (ROOT / "metattt").rglob("*") if f.suffix in KINDS}
