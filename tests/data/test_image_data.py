@@ -292,18 +292,6 @@ def test_weights_go_on_with_other_classes(folder: Path, tmp_path: Path, capsys: 
     refusal(lambda: train(compose(*settings(folder, tmp_path / "wide", *start, "dim=32"))), "does not fit this model")
 
 
-def damaged(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The n-th image that is read here cannot be read."""
-    read, count = CheckedImages.__getitem__, itertools.count(1)
-
-    def read_or_not(self: CheckedImages, index: int) -> Any:
-        if next(count) == number:
-            raise CorruptImage("CorruptImage: 4.png cannot be read")
-        return read(self, index)
-
-    monkeypatch.setattr(CheckedImages, "__getitem__", read_or_not)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_ended_early_goes_on_with_augmentation(
     workers: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -312,11 +300,18 @@ def test_a_run_that_ended_early_goes_on_with_augmentation(
     costs what was done since the last checkpoint, an image that cannot be read no step."""
     for file in folder.glob("train/*/*.png"):
         Image.fromarray(np.random.default_rng(ord(file.stem)).integers(0, 256, (40, 40, 3), np.uint8)).save(file)
+    read, count = CheckedImages.__getitem__, itertools.count(1)
+
+    def damaged(self: CheckedImages, index: int) -> Any:
+        if next(count) == 3 * 4 + 2:
+            raise CorruptImage("CorruptImage: 4.png cannot be read")
+        return read(self, index)
+
     often = ("callbacks.checkpoint.every_steps=1", "trainer.val_check_interval=1") if workers else ()
     given = (*often, "resume=auto")
     assert train(compose(*settings(folder, tmp_path / "a", *given, f"data.num_workers={workers}"))) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 2) if workers else damaged(patch, 3 * 4 + 2)
+        after_step(patch, 2) if workers else patch.setattr(CheckedImages, "__getitem__", damaged)
         with pytest.raises(Killed if workers else CorruptImage):
             train(compose(*settings(folder, tmp_path / "b", *given, f"data.num_workers={workers}")))
     assert steps(tmp_path / "b") == ([1] if workers else [3])

@@ -44,19 +44,10 @@ def eight(corpus: Path, run: Path, *overrides: str) -> Any:
     return tiny(corpus, run, *EIGHT, *overrides)
 
 
-def assert_same(run: Path, expected: Path) -> None:
-    """All that a run is: weights, moments, schedules, generators, counts, curves, and the log."""
-    found, wanted = read_checkpoint(run), read_checkpoint(expected)
-    for name in wanted.keys() - {"metattt", "loops"}:
-        assert_equal(found[name], wanted[name], name)
-    assert log(run) == log(expected)
-
-
-AVERAGES = "lightning.pytorch.callbacks.EMAWeightAveraging"
 VARIANTS = {
     "plain": (),
     "accumulated": ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=3"),
-    "averaged": (f"+callbacks.average={{_target_: {AVERAGES}, decay: 0.5}}",),
+    "averaged": ("+callbacks.average={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.5}",),
 }
 
 
@@ -88,20 +79,6 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LanguageModeling, "validation_step", validating)
 
 
-def send(monkeypatch: pytest.MonkeyPatch, number: int, step: int, hook: str = "training_step") -> None:
-    """Sends this process a signal in the middle of the step after `step`."""
-    original = getattr(LanguageModeling, hook)
-    sent: list[int] = []
-
-    def interrupted(self: Any, *rest: Any) -> Any:
-        if self.global_step == step and not sent:
-            sent.append(step)
-            os.kill(os.getpid(), number)
-        return original(self, *rest)
-
-    monkeypatch.setattr(LanguageModeling, hook, interrupted)
-
-
 @pytest.mark.parametrize(("variant", "number", "step", "hook"), [
     ("plain", signal.SIGINT, 0, "training_step"),
     ("plain", signal.SIGTERM, 3, "training_step"),  # a checkpoint at a validation
@@ -118,8 +95,15 @@ def test_a_signal_stops_between_two_steps_and_resume_is_exact(
 ) -> None:  # fmt: skip
     run, before = tmp_path / "my [a] run", [signal.getsignal(one) for one in SIGNALS]
     draw(monkeypatch)
+    original, sent = getattr(LanguageModeling, hook), []
+
+    def interrupted(self: Any, *rest: Any) -> Any:
+        if self.global_step == step and not sent:  # in the middle of the step after it
+            sent.append(os.kill(os.getpid(), number))
+        return original(self, *rest)
+
     with monkeypatch.context() as patch:
-        send(patch, number, step, hook)
+        patch.setattr(LanguageModeling, hook, interrupted)
         assert train(eight(corpus, run, *VARIANTS[variant])) == 128 + number
     reached = step if hook == "validation_step" else step + 1
     said = capsys.readouterr().out
@@ -127,7 +111,10 @@ def test_a_signal_stops_between_two_steps_and_resume_is_exact(
     assert steps(run)[0] == reached and not (run / LOCK).exists()
     assert [signal.getsignal(one) for one in SIGNALS] == before
     assert train(compose(f"resume={run}")) == 0
-    assert_same(run, undisturbed[variant])
+    found, wanted = read_checkpoint(run), read_checkpoint(undisturbed[variant])
+    for name in wanted.keys() - {"metattt", "loops"}:  # weights, moments, schedules, generators, counts and curves
+        assert_equal(found[name], wanted[name], name)
+    assert log(run) == log(undisturbed[variant])
 
 
 def test_averages_are_left_out_on_resuming(

@@ -21,7 +21,7 @@ from metattt.cli import main
 from metattt.training.text_module import LanguageModeling
 step = LanguageModeling.training_step
 def slow(self, *rest):
-    if self.global_step == {step}:
+    if self.global_step == 4:
         open({marker!r}, "w").close()
         {what}
     return step(self, *rest)
@@ -32,19 +32,13 @@ if __name__ == "__main__":
 
 
 class Run:
-    """`metattt train` in processes of its own, in which step `step + 1` does something else first.
+    """`metattt train` in processes of its own, whose fifth step begins with a statement, `what`; `folder` is for their files."""
 
-    Args:
-        folder: for its files.
-        what: a statement.
-        overrides: of the command.
-    """
-
-    def __init__(self, folder: Path, what: str, *overrides: str, step: int = 4):
+    def __init__(self, folder: Path, what: str, *overrides: str):
         (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
         self.folder, self.marker = folder / "run", folder / "marker"
         script = folder / "script.py"
-        script.write_text(SLOW_STEP.format(step=step, marker=str(self.marker), what=what))
+        script.write_text(SLOW_STEP.format(marker=str(self.marker), what=what))
         arguments = ["train", *TINY.split(), f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         self.process = Program(str(script), *arguments, folder=folder, environment=environment)
