@@ -3,12 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from metattt.checkpoints.trained import read_checkpoint
 from metattt.composition.compose import compose
 from metattt.data.prepare import prepare
-from metattt.errors import MetaTTTError
 from metattt.training.train import train
 
 TABLE_1 = (
@@ -37,11 +34,6 @@ def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run(folder: Path, shards: Path, *overrides: str) -> Path:
-    assert train(compose(*TINY, f"data.path={shards}", f"output_dir={folder}", *overrides)) == 0
-    return folder
-
-
 @pytest.mark.parametrize("name", [*CONTEXTS, *(f"table1/{row}" for row in TABLE_1)])
 def test_every_experiment_composes(name: str) -> None:
     context = CONTEXTS.get(name, 2048)
@@ -54,7 +46,8 @@ def test_every_experiment_composes(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_one_step_of_each_kind(name: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, shards, *f"experiment={name}".split(), "+trainer.fast_dev_run=1")
+    words = f"experiment={name} data.path={shards} output_dir={tmp_path} +trainer.fast_dev_run=1".split()
+    assert train(compose(*TINY, *words)) == 0
     assert "DummyLogger" not in capsys.readouterr().out
 
 
@@ -63,14 +56,3 @@ def test_a_size_brings_its_recipe() -> None:
     assert cfg.trainer.max_steps == 29000 and cfg.training.lr == 1.25e-3 and cfg.task.normalize_qk
     assert compose("experiment=pile_8k", "preset=760m", "trainer.max_steps=7").trainer.max_steps == 7
     assert compose().trainer.max_steps == compose("preset=tiny").trainer.max_steps == 320
-
-
-def test_finetuning_starts_from_a_shorter_run(shards: Path, tmp_path: Path) -> None:
-    short = run(tmp_path / "short", shards, "experiment=books_2k", "trainer.max_steps=4")
-    longer = ("experiment=books_32k", "data.context_length=128", f"init_from={short}")
-    run(tmp_path / "long", shards, *longer, "trainer.max_steps=1", "training.lr=1e-12", "training.min_lr=1e-12")
-    before, after = (read_checkpoint(folder) for folder in (short, tmp_path / "long"))
-    assert after["global_step"] == 1
-    torch.testing.assert_close(dict(after["state_dict"]), dict(before["state_dict"]), rtol=1e-5, atol=1e-8)
-    with pytest.raises(MetaTTTError, match="does not fit this model"):
-        run(tmp_path / "other", shards, "experiment=pile_2k", "dim=32", f"init_from={short}")
