@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from refusals_for_tests import refusal
 from tokenizer_for_tests import trained_tokenizer
 
 from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
 from metattt.data import prepare as preparing
 from metattt.data.documents import find_files, iterate_documents, share
 from metattt.data.manifest import read_manifest
@@ -76,7 +74,7 @@ def test_the_shards_hold_the_documents_and_the_manifest_counts_them(corpus: Path
     assert content(prepared).keys() == FILES and not prepared.with_name("shards.part").exists()
     manifest = json.loads((prepared / "manifest.json").read_text())
     documents = list(iterate_documents(find_files(str(corpus)), "text"))
-    data, place = shards(prepared, context_length=64), 0
+    data, place = shards(prepared, context_length=64, document_reset=True), 0
     for split in ("train", "validation"):
         chosen = [document.text for document in documents if (share(document.name, 0) < 0.2) == (split == "validation")]
         expected = b"".join(chosen)
@@ -87,7 +85,7 @@ def test_the_shards_hold_the_documents_and_the_manifest_counts_them(corpus: Path
         windows = data.windows(split)
         np.testing.assert_array_equal(windows[list(range(len(windows)))].reshape(-1), tokens[: windows.size])
         place += counts["tokens"]
-    np.testing.assert_array_equal(data.documents.all, np.flatnonzero(data.tokens.all == 256))
+    np.testing.assert_array_equal(data.documents.all, np.flatnonzero(data.tokens.all == data.document_start))
     assert data.sample_document() == chosen[0][: len(data.sample_document())] and len(chosen[0]) > 100
 
 
@@ -267,22 +265,3 @@ def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
     assert len(data.tokenizer.decode(ids.tolist())) == sum(len(document.text) for document in documents)
     (tmp_path / "shards" / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text().replace('"<s>"', '"<bos>"'))
     refusal(lambda: ShardData(str(tmp_path / "shards")).setup(), "is not the tokenizer of these tokens")
-
-
-@pytest.mark.parametrize("layer", ["ttt_mlp", "mamba2"])
-def test_documents_with_resets_are_as_documents_apart(prepared: Path, layer: str) -> None:
-    from metattt.training.recipes import AdamW
-    from metattt.training.text_module import LanguageModeling
-
-    data = shards(prepared, context_length=700, document_reset=True)
-    window = next(iter(data.loader("train")))[:1]
-    model = instantiate_model(compose(f"layer={layer}", "dim=16", "num_heads=2", "model.num_layers=2")).double()
-    together = LanguageModeling(model, AdamW(), data.tokenizer.token_bytes, {}, data.document_start).sums(window)[0]
-    starts = [*(place for place in range(1, 700) if window[0, place] == 256), 700]
-    assert len(starts) > 2
-    apart, first = torch.zeros((), dtype=torch.float64), 0
-    alone = LanguageModeling(model, AdamW(), data.tokenizer.token_bytes, {})
-    for last in starts:  # a document, and the label after its last token
-        apart = apart + alone.sums(window[:, first : last + 1])[0]
-        first = last
-    torch.testing.assert_close(together, apart, rtol=1e-12, atol=0)  # resets of the layers alone are 1e-9 of it
