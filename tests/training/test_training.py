@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric.accelerators import MPSAccelerator
 from refusals_for_tests import refusal
-from runs_for_tests import TINY, after_step, column, log, steps, tiny
+from runs_for_tests import TINY, after_step, column, log, tiny
 
 from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
@@ -56,17 +56,6 @@ def test_a_signal_that_is_ignored_stays_ignored(corpus: Path, tmp_path: Path, mo
 def test_the_cpu_computes_beside_a_gpu_of_apple(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MPSAccelerator, "is_available", lambda: True)
     assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=1", "trainer.accelerator=auto")) == 0
-
-
-def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert train(tiny(corpus, run, "trainer.max_steps=2", "trainer.accumulate_grad_batches=2")) == 0
-    refusal(lambda: train(compose(f"resume={run}")), "complete at step 2", "trainer.max_steps")
-    repeated = (*TINY, f"data.path={corpus}")  # what the run has already may be said again
-    last = run / "checkpoints" / "step-00000002"
-    assert train(compose(f"resume={last}", "trainer.max_steps=5", "+trainer.min_steps=1", *repeated)) == 0
-    assert read_checkpoint(run)["metattt"]["config"]["trainer"]["min_steps"] == 1
-    assert list(column(run, "train/loss")) == [1, 2, 3, 4, 5] and steps(run)[0] == 5
 
 
 def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_path: Path) -> None:
