@@ -41,7 +41,8 @@ def stop_and_go_on(*overrides: str) -> None:
 
 
 def test_tensorboard(here: Path) -> None:
-    """Every step once: also where steps are taken again after a kill, and after another run in the same folder."""
+    """Every step once: also where steps are taken again after a kill, as they were and in float64 too, and after another run in the
+    same folder; more steps have their own schedule, from the first one after resuming on."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def check() -> None:
@@ -51,29 +52,16 @@ def test_tensorboard(here: Path) -> None:
             found = [(event.step, event.value) for event in events.Scalars(name)]
             assert dict(found) == pytest.approx(logged(name), rel=1e-6) and len(found) == len(logged(name))
 
-    stop_and_go_on("logger=tensorboard", "callbacks.checkpoint.every_steps=4")
-    check()
-    shutil.rmtree("run/checkpoints/step-00000008")
-    assert main(["train", "resume=run"]) == 0 and max(logged("train/loss")) == 8
-    check()
-    assert main(["train", *SETTINGS, "logger=tensorboard", "trainer.max_steps=2", "seed=1", "overwrite=true"]) == 0
-    check()
-
-
-def test_float64_is_resumed_exactly(here: Path) -> None:
-    train_on = [*SETTINGS, "trainer.precision=64-true", "trainer.max_steps=8", "callbacks.checkpoint.every_steps=4"]
-    assert main(["train", *train_on]) == 0
+    given = [*SETTINGS, "logger=tensorboard", "overwrite=true", "trainer.precision=64-true", "callbacks.checkpoint.every_steps=4"]
+    assert main(["train", *given, "trainer.max_steps=8"]) == 0
     expected = logged("train/loss")
     shutil.rmtree("run/checkpoints/step-00000008")
-    assert main(["train", "resume=run"]) == 0 and logged("train/loss") == expected
-
-
-def test_more_steps_have_their_own_schedule(here: Path) -> None:
-    """From the first step after resuming on."""
-    stop_and_go_on()
-    resumed_at = logged("lr")[5]
-    assert main(["train", *SETTINGS, "trainer.max_steps=8", "overwrite=true"]) == 0
-    assert logged("lr")[5] == resumed_at
+    assert main(["train", "resume=run"]) == 0 and logged("train/loss") == expected and max(expected) == 8
+    check()
+    rates = logged("lr")
+    stop_and_go_on("logger=tensorboard", "seed=1", "overwrite=true")
+    assert logged("lr")[5] == rates[5]
+    check()
 
 
 def test_a_logger_named_again_keeps_its_settings(here: Path) -> None:
