@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from refusals_for_tests import refusal
 from rich.console import Console
 from runs_for_tests import TINY, column, tiny
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim.swa_utils import AveragedModel
 
@@ -72,16 +72,8 @@ def test_a_sample_cannot_steer_the_terminal() -> None:
     assert printable(given) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
 
 
-class Sum(torch.nn.Module):
-    """A layer with a state."""
-
-    def forward(self, x: Tensor, state: Tensor | None, mask: Any = None, reset: Any = None) -> tuple[Tensor, Tensor]:
-        y = x.cumsum(1) if state is None else x.cumsum(1) + state.unsqueeze(1)
-        return y, y[:, -1]
-
-
 def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    model, compiler = LanguageModel(257, 8, 1, Sum), CompileCounter()
+    model, compiler = LanguageModel(257, 8, 1, lambda: build("linear_attention", dim=8, num_heads=2)), CompileCounter()
     for block in model.blocks:
         block.compile(backend=compiler)
     model(torch.zeros(1, 16, dtype=torch.long))
