@@ -135,6 +135,9 @@ def test_every_byte_of_a_checkpoint_is_covered(tmp_path: Path) -> None:
         file.write_bytes(whole)
     shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "one" / "more.safetensors")
     refusal(lambda: read_content(tmp_path / "one"), "holds more.safetensors, which is not of this checkpoint")
+    for name in ("training.safetensors", CONTENT):  # the latter after its path was found
+        (tmp_path / "one" / name).unlink()
+        refusal(lambda: read_content(tmp_path / "one", "none"), f"{name} is missing")
 
 
 def killed_at(moment: int, folder: Path) -> bool:
@@ -224,19 +227,6 @@ def test_links_out_of_a_checkpoint(tmp_path: Path) -> None:
     refusal(lambda: read_content(folder), "is a link to a file outside its folder")
     os.mkfifo(tmp_path / "pipe")
     refusal(lambda: check_own(tmp_path / "pipe"), "missing, or not a file")
-
-
-def test_files_of_another_checkpoint(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        write_checkpoint(tmp_path / str(seed), content(seed))
-    for name in ("model.safetensors", "training.safetensors", CONTENT):
-        shutil.copytree(tmp_path / "0", tmp_path / name)
-        shutil.copy(tmp_path / "1" / name, tmp_path / name / name)
-        refusal(partial(read_content, tmp_path / name), "of another checkpoint")
-    shutil.move(tmp_path / "0" / "training.safetensors", tmp_path / "elsewhere")
-    refusal(lambda: read_content(tmp_path / "0", "none"), "training.safetensors is missing")
-    (tmp_path / "1" / CONTENT).unlink()  # after its path was found
-    refusal(lambda: read_content(tmp_path / "1"), f"{CONTENT} is missing")
 
 
 def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
