@@ -15,7 +15,7 @@ from comparisons import baselines
 from comparisons.jobs import Job
 from comparisons.sequences import in_context, recall
 from refusals_for_tests import refusal
-from runs_for_tests import column, log
+from runs_for_tests import column
 from test_benchmarks import Canned
 
 from metattt.composition.compose import compose
@@ -57,20 +57,18 @@ def test_data_of_ones_own_need_not_describe_itself() -> None:
     assert Bits().describe() == "Bits"
 
 
-class Waves(SequenceData):
+class Numbers(SequenceData):
     """Vectors and labels as NumPy makes them: float64."""
 
     inputs, length = 1, 8
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        wave = np.sin(np.arange(self.length + 1) + random.uniform(0, 6))
-        return wave[:-1, None], wave[1:]
+        return random.random((self.length, 1)), random.random(self.length)
 
 
-class Steps(Waves):
+class Steps(Numbers):
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        steps = random.integers(-9, 9, self.length + 1)
-        return steps[:-1, None], steps[1:].astype(float)
+        return random.integers(-9, 9, (self.length, 1)), random.random(self.length)
 
 
 class SmallIds(Bits):
@@ -80,7 +78,7 @@ class SmallIds(Bits):
 
 
 def test_models_read_what_numpy_draws() -> None:
-    numbers, ids = Waves().train_dataloader(), SmallIds().train_dataloader()
+    numbers, ids = Numbers().train_dataloader(), SmallIds().train_dataloader()
     assert all(part.dtype == torch.float32 for batch in numbers for part in batch)
     assert all(part.dtype == torch.int64 for batch in ids for part in batch)
     assert all(batch[0].dtype == torch.float32 for batch in Steps().train_dataloader())
@@ -267,19 +265,15 @@ def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(
         train(compose(*run, "callbacks.stop_at.monitor=validation/top1", f"output_dir={tmp_path / 'other'}"))
 
 
-def test_a_run_of_vectors_learns_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_of_vectors_learns(tmp_path: Path) -> None:
     run = (
         "experiment=in_context", "layer=linear_attention", "dim=16", "num_heads=1", "model.num_layers=1", "data.features=1",
         "model.in_features=2", "data.examples=6", "data.batch_size=32", "data.validation_size=64", "trainer.accelerator=cpu",
-        "training.lr=1e-2", "trainer.max_steps=120", "callbacks.checkpoint.every_steps=60",
-        "callbacks.checkpoint.keep=9", f"output_dir={tmp_path / 'run'}",
+        "training.lr=1e-2", "trainer.max_steps=120", f"output_dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert train(compose(*run)) == 0
     scores: sequences.SequenceScores = evaluated(tmp_path / "run")
     assert scores.accuracy is None and scores.loss[-1] < 0.5 < scores.loss[0]  # the examples before it help
-    whole = log(tmp_path / "run")
-    assert train(compose(f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000060'}", "overwrite=true")) == 0
-    assert len(whole) > 4 and log(tmp_path / "run") == whole
 
 
 class Sometimes(RecallData):
