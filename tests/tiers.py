@@ -59,7 +59,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_installation.py::test_the_core_brings_no_library": (),
     "test_installation.py::test_the_extra": (),
     "composition/test_third_party.py::test_learner_of_another_package": (),
-    "composition/test_compose.py::test_a_class_beside": (),
     "kernels/test_triton_operations.py::test_outputs": (
         "[ttt_linear-length=20-heads=2-bias=False-tau=shared]",
         "[ttt_linear-b=8-documents=(7,8,9)]",

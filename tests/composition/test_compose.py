@@ -1,8 +1,6 @@
 """Composition: what layers, overrides, files of one's own and seeds make; the working directory does not matter."""
 
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from compositions_for_tests import OWN_LEARNER, remembering
+from compositions_for_tests import remembering
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -178,16 +176,3 @@ def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "quiet.yaml").write_text("# @package _global_\ncallbacks:\n  loss_curve: null\nlogger:\n  csv: null\n")
     cfg = compose("experiment=quiet", f"hydra.searchpath=[{tmp_path}]")
     assert set(cfg.callbacks) == set(default.callbacks) - {"loss_curve"} and not cfg.logger
-
-
-def test_a_class_beside_the_user(tmp_path: Path) -> None:
-    (tmp_path / "beside_me.py").write_text(OWN_LEARNER)
-    code = (  # as the installed command: its folder comes first on the path, not the working directory
-        "import sys; from metattt.cli import main; import metattt.testing\n"
-        "sys.path = [entry for entry in sys.path if entry]\n"
-        "from metattt.composition.compose import instantiate_layer\n"
-        "metattt.testing.check = lambda cfg: print(instantiate_layer(cfg).learner)\n"
-        "sys.exit(main(['check', 'learner=custom', 'learner._target_=beside_me.Own', 'dim=8', 'num_heads=2']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
