@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from metattt.nested import count_bytes, map_tensors, move_tensors
+from metattt.nested import count_bytes, count_sequences, map_tensors, move_tensors
 from metattt.torch_private import register_namedtuple
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ class State(NamedTuple):
     def select(self, index: Tensor) -> State:
         """The states of the sequences `index` (to reorder beams or drop finished sequences): numbers, or True for those
         that stay, on any device."""
-        return self.map(lambda tensor: tensor[index.flatten().to(tensor.device)])
+        if index.dtype == torch.bool:  # as numbers, found once; flags for others are refused
+            index = torch.arange(count_sequences(self), device=index.device)[index.flatten()]
+        return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     @property
     def nbytes(self) -> int:

@@ -206,8 +206,9 @@ def test_states_of_models_move_and_are_selected(name: str) -> None:
     for narrow in (torch.bfloat16, torch.int64):
         refusal(partial(state.to, narrow), "float32 or wider")
     torch.testing.assert_close(model.step(ids[index, 5:], state.select(index))[0], expected[index])
-    with pytest.raises(IndexError):
-        state.select(torch.tensor([True, False]))  # flags of two sequences, and there are three
+    for wrong in ([True, False], [[0, 1], [1, 0]], [-1]):  # flags of two sequences of three; beams of each; a beam that has ended
+        with pytest.raises(IndexError):
+            state.select(torch.tensor(wrong))
 
 
 def test_states_of_other_layers_that_keep_data(monkeypatch: pytest.MonkeyPatch) -> None:
