@@ -108,7 +108,7 @@ def _constructor(cls: type[WithSettings]) -> Callable[..., None]:
         except TypeError as error:
             unknown = next((key for key in kwargs if key not in attributes), "")
             hint = did_you_mean(unknown, attributes)
-            if hasattr(cls, unknown):
+            if unknown in vars(cls).keys() - cls._settings.keys():  # a plain attribute of this class
                 hint = f" Declare it as a setting: `{unknown}: <type> = setting(default=...)` (metattt.setting)"
             raise TypeError(f"{cls.__qualname__}.__init__() {error}{hint and '.'}{hint}") from None
         super(WithSettings, self).__init__()

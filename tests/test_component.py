@@ -55,9 +55,12 @@ def test_the_constructor_follows_the_lines() -> None:
     assert made.extra_repr() == "size=2, kind='b', residual=False" and Narrow("a").extra_repr() == "kind='a'"
     for part in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert part.extra_repr() == made.extra_repr() and part.size == 2
-    for arguments, said in (({}, "'size'"), ({"size": 1, "sise": 2}, "'sise'"), ({"size": 1, "plain": 2}, "setting: `plain: <type> = ")):
-        with pytest.raises(TypeError, match=rf"Sized.__init__\(\) .*{said}"):
-            Sized(**arguments)
+    for cls, arguments, said in (
+        (Sized, {}, "'size'"), (Sized, {"size": 1, "sise": 2}, "'sise'"), (Sized, {"size": 1, "plain": 2}, "setting: `plain: <type> = "),
+        (Narrow, {"share": 0.5}, "'share'$"), (Sized, {"size": 1, "train": 2}, "Did you mean trainable.$"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"{cls.__name__}.__init__\(\) .*{said}"):
+            cls(**arguments)
 
 
 class Plain(Linear, takes=("bias",)):
