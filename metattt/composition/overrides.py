@@ -54,8 +54,7 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
     for override in overrides:
         if not isinstance(override, str):
             raise MetaTTTError(f"{override!r:.100} is not an override: they are texts, such as 'dim=64'")
-    named = [in_full(left_out(NOTHING.get(override, override))) for override in without_null(overrides)]
-    prepared = [quote_free_text(override, sweep) for override in named]
+    prepared = [quote_free_text(in_full(left_out(NOTHING.get(x, x))), sweep) for x in without_null(overrides)]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
     for one in parsed:
@@ -170,10 +169,11 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
             f"`{text}` names several values: add -m (--multirun) to run `metattt {job}` once for "
             f"each{syntax if plain else ''}"
         )
+    if key not in known and key in groups() and "/" not in key:
+        raise MetaTTTError(not_chosen(key, job))
     if override.type == OverrideType.DEL:
         if key in {*known, *keys_of(job)} - {*LEFT_OUT}:
-            needs = f"`~{key}` removes what `metattt {job}` needs"
-            raise MetaTTTError(f"{needs}: choose or set another with {key}=<value>")
+            raise MetaTTTError(f"`~{key}` removes what `metattt {job}` needs: choose or set another with {key}=<value>")
         return
     if not key:
         raise MetaTTTError(_unreadable(text))
@@ -182,8 +182,6 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
     if is_of_hydra(key):
         folder = "; the folder of a single run is output_dir" if key.endswith(".dir") else ""
         raise MetaTTTError(f"`{key}` is a setting of sweeps, and has no effect without -m (--multirun){folder}")
-    if key not in known and key in groups() and "/" not in key:
-        raise MetaTTTError(not_chosen(key, job))
     if key in NOT_SET_THERE and (part := key.partition(".")[0]) in known and part not in opened:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
     value = override.value()

@@ -101,6 +101,7 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
 def test_a_key_of_a_job_that_makes_nothing() -> None:
     for given, expected in {"stop=.": "expected a list, each element a text", "top_k=a": "expected an integer or null"}.items():
         refusal(lambda given=given: compose("checkpoint=x", given, job="generate"), f"`{given}` is not allowed: {expected}.")
+    refusal(lambda: compose("recipe=null", job="eval"), "`recipe` is not chosen by name in `metattt eval`: the checkpoint says")
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
