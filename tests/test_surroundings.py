@@ -240,7 +240,8 @@ def test_compiled_in_one_graph(name: str) -> None:
 @inductor.patch(allow_buffer_reuse=True, inplace_buffers=True)
 @torch._dynamo.config.patch(capture_scalar_outputs=False, specialize_float=False)
 def test_learners_that_keep_data_or_a_layer_are_one_graph(given: str, dynamic: bool | None) -> None:
-    allow()
+    if "custom" in given:  # it runs in a loop, for which settings are numbers
+        allow()
     layer = metattt.build(*f"layer={given}".split(), dim=8, num_heads=2, seed=0)
     x, graph = torch.randn(1, 5, 8), torch.compile(layer, fullgraph=True, backend="eager", dynamic=dynamic)
     torch.testing.assert_close(graph(x)[0], layer(x)[0])
