@@ -59,15 +59,6 @@ def draw(
     return (probability / clocks).argmax(-1), fine
 
 
-def check_finite(finite: bool) -> None:
-    """Raises an error for predictions that are not."""
-    if not finite:
-        raise NotFinite(
-            "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, "
-            "have diverged; take an earlier checkpoint"
-        )
-
-
 class Report:
     """Flags on their way to the host, while the device computes.
 
@@ -170,7 +161,11 @@ def generate(
                 if ahead:  # it reads the token while the host learns of it; a step too many at the end harms nobody
                     logits = step(token)
             fine, all_ended = report.read()
-            check_finite(fine)
+            if not fine:
+                raise NotFinite(
+                    "the model's predictions are not finite: its weights, or what the inner loop makes of them on this "
+                    "text, have diverged; take an earlier checkpoint"
+                )
             yield token
             if all_ended:
                 return

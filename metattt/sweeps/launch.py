@@ -178,8 +178,7 @@ def _stopped_by_the_sweep(folder: Path, run: SweptRun) -> Iterator[None]:
             with FileLock(file):  # which a training run holds until it has written all
                 file.unlink(missing_ok=True)
         end = time.monotonic() + NOTE_SECONDS
-        homes = [file.parent for file in found]
-        while time.monotonic() < end and any(getattr(read_status(one), "state", "") == "running" for one in homes):
+        while time.monotonic() < end and any(getattr(read_status(x.parent), "state", "") == "running" for x in found):
             time.sleep(0.1)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
