@@ -76,6 +76,5 @@ def test_gates_that_come_from_nowhere() -> None:
         def gates_at(self, gates: Gates, committed: Committed) -> Gates:
             return gates._replace(alpha=torch.full_like(gates.eta, 0.5))
 
-    layer = Specimen(Linear, task, lambda: Surprising(4)).make()
     with pytest.raises(MetaTTTError, match=r"gates_at must return the gates that it was given, and alpha was not"):
-        layer(torch.zeros(1, 5, 8, dtype=torch.float64))
+        Specimen(Linear, task, lambda: Surprising(4)).make()
