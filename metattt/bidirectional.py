@@ -38,10 +38,7 @@ class Bidirectional(SequenceLayer):
 
     def check_settings(self) -> None:
         super().check_settings()
-        if not isinstance(self.layer, SequenceLayer):
-            raise MetaTTTError(
-                f"layer.layer is a {type(self.layer).__name__}: it must be a TTTLayer, a Combined or a Mixer"
-            )
+        self.check_held("layer")
 
     def create_modules(self) -> None:
         self.gate, self.gate_reversed = (nn.Parameter(torch.full((self.dim,), self.gate_init)) for _ in range(2))

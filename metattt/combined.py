@@ -61,7 +61,7 @@ class Combined(SequenceLayer):
         group_size: of both layers; None keeps theirs.
 
     Raises:
-        MetaTTTError: layers of other kinds, or settings that exclude each other.
+        MetaTTTError: layers of other kinds or widths, or settings that exclude each other.
     """
 
     refuse_nan = False  #: both layers check their inputs
@@ -77,11 +77,8 @@ class Combined(SequenceLayer):
 
     def check_settings(self) -> None:
         super().check_settings()
-        for name, layer in (("first", self.first), ("second", self.second)):
-            if not isinstance(layer, SequenceLayer):
-                raise MetaTTTError(
-                    f"layer.{name} is a {type(layer).__name__}: it must be a TTTLayer, a Combined or a Mixer"
-                )
+        self.check_held("first")
+        self.check_held("second")
         if self.first is self.second:
             raise MetaTTTError("layer.first and layer.second are one layer: make two")
         both = isinstance(self.first, TTTLayer) and isinstance(self.second, TTTLayer)

@@ -180,6 +180,14 @@ class SequenceLayer(Declared, ABC):
             self._settings[name].check(self._key(name), value)
         super().__setattr__(name, value)
 
+    def check_held(self, name: str) -> None:
+        """Raises an error for something else than a layer of this one's width."""
+        held, kinds = getattr(self, name), "a TTTLayer, a Combined or a Mixer"
+        if not isinstance(held, SequenceLayer) or held.dim != self.dim:
+            width = f" of dim={held.dim}" if isinstance(held, SequenceLayer) else ""
+            kind = type(held).__name__
+            raise MetaTTTError(f"layer.{name} is a {kind}{width}: it must be {kinds} of dim={self.dim}")
+
     def _key(self, name: str) -> str:
         return name if name in ("dim", "num_heads") else super()._key(name)
 

@@ -40,11 +40,14 @@ from metattt.optimizers import (
 from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.registry import REGISTERED, register
 from metattt.state import State
-from metattt.tasks import DecodedReconstruction, Reconstruction
+from metattt.tasks import DecodedReconstruction, Pairs, Reconstruction
 
 
 def layer(learner: Learner | None = None, rule: InnerOptimizer | None = None, task: Any = None, dim: int = 8) -> TTTLayer:
     return TTTLayer(dim, 2, task or Reconstruction(), learner or Linear(), rule or GradientDescent(4))
+
+
+PLAIN = partial(Linear, bias=False, residual=False, norm=False)
 
 
 def shared(task: Any = None, **options: Any) -> Combined:
@@ -82,7 +85,6 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: layer(MLP(), ChannelDecay()), "optimizer.anchor=online (MLP is not a linear map)"),
     (lambda: layer(Linear(norm=False, residual=False), ChannelDecay()), "have no meaning for a bias: set learner.bias"),
     (lambda: layer(MLP(step_scale=0.5), Sign()), "set learner.step_scale=null"),
-    (lambda: layer(MLP(step_scale=0.5), BlockMomentum(orthogonalize=True)), "set learner.step_scale=null"),
     (lambda: layer(KernelEstimator(trainable=["w1"]), Append()), "KernelEstimator keeps its data"),
     (lambda: layer(KernelEstimator(step_scale=0.5), Append()), "KernelEstimator keeps its data"),
     # weights that learn, and how fast
@@ -96,12 +98,13 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     # two layers in the place of one
     (lambda: Combined(8, *(layer(),) * 2), "are one layer: make two"),
     (lambda: Combined(8, layer(), nn.Linear(8, 8)), "layer.second is a Linear: it must be a TTTLayer"),
-    (lambda: Combined(8, layer(dim=16), layer())(torch.zeros(1, 4, 8)), "shape [1, 4, 8], expected [B, T, 16]"),
+    (lambda: Combined(8, layer(dim=16), layer()), "layer.first is a TTTLayer of dim=16: it must be"),
     (lambda: shared(how="gate"), "with layer.how=sum, not gate"),
     (lambda: shared(shared=False, head_norm=True), "go with layer.shared=true"),
     (lambda: shared(DecodedReconstruction()), "has no projections that two layers can share"),
     (lambda: shared(Reconstruction("shared_qk")), "task.views=separate"),
-    (lambda: shared(Reconstruction(kv_heads=1)), "as many features of k, not 4 and 8"),
+    (lambda: Combined(8, layer(), layer(PLAIN(), GradientDescent(1, "online"), Pairs()), shared=True), "not [8, 16, 16] and [8, 8, 8]"),
+    (lambda: shared(Reconstruction(kv_heads=1)), "as many features of them, not [8, 4, 4] and [8, 8, 8]"),
     (lambda: shared(Reconstruction(qk_norm=True)), "set layer.first.task.qk_norm"),
 ]  # fmt: skip
 

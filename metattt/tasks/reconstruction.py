@@ -255,10 +255,11 @@ class Reconstruction(Task):
                 f"{type(self).__name__} and {type(lender).__name__} share projections of their own for q, k and v "
                 "each: set task.views=separate, or layer.shared=false"
             )
-        ours, theirs = ((one.num_heads * one.head_dim, one.groups * one.head_dim) for one in (self, lender))
+        ours, theirs = ([part.out_features for part in (one.q, one.k, one.v)] for one in (self, lender))
         if ours != theirs:
             raise MetaTTTError(
-                f"layers that share q, k and v have as many features of k, not {ours[1]} and {theirs[1]}: set kv_heads"
+                f"layers that share q, k and v have as many features of them, not {ours} and {theirs}: set kv_heads, "
+                "or another task"
             )
         if self.qk_norm:
             raise MetaTTTError(
