@@ -161,12 +161,8 @@ class PlannedLayer(SequenceLayer):
                 f"the state has positions of {state.pos.dtype} and weights of {types}, expected torch.int64 and "
                 f"{accum_dtype}: move it with State.to, which keeps integers, or start with state=None"
             )
-        if state.phase is not None and (type(state.phase) is not int or state.phase < 0):
-            raise MetaTTTError(
-                f"the state is at token {state.phase!r} of a mini-batch: it must be an integer from 0 on, or None"
-            )
-        if state.phase is not None and state.phase >= size:
-            raise MetaTTTError(f"the state is from another layer: it is at token {state.phase} of {size}")
+        if state.phase is not None and (type(state.phase) is not int or not 0 <= state.phase < size):
+            raise MetaTTTError(f"the state is from another layer: it is at token {state.phase!r} of {size}")
         if (len(state.weights) > 0) != self.learner.has_weights:
             raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
 
