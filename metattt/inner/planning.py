@@ -144,10 +144,9 @@ def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...
         MetaTTTError: it is no such pair.
     """
     if type(found) is not tuple or len(found) != 2 or not hasattr(found[0], "_fields"):
-        name = type(found).__name__
         raise MetaTTTError(
-            f"{type(part).__name__}.{method} returns a {name}: it must return ({kind.__name__}, state), with the state "
-            "that it was given if the next call needs nothing"
+            f"{type(part).__name__}.{method} returns a {type(found).__name__}: it must return ({kind.__name__}, "
+            "state), with the state that it was given if the next call needs nothing"
         )
     for name, x in zip(found[0]._fields, found[0], strict=True):
         if not isinstance(x, Tensor | None):
