@@ -49,18 +49,10 @@ def random_views(count: int, width: int, dtype: torch.dtype = DOUBLE) -> Views:
     return Views(*(x.to(dtype) for x in (k, v, q)))
 
 
-def at_every_token(views: Views, gates: DataGates, ridge: float) -> Tensor:
-    """The recurrences, and `G (H + Λ)⁻¹ q`, token by token."""
-    g = h = torch.zeros(*views.k.shape[:2], views.k.shape[-1], views.k.shape[-1], dtype=DOUBLE)
-    rows = []
-    for t in range(views.k.shape[2]):
-        k, v, q = (x[:, :, t].double() for x in views[:3])
-        keep = 1 if gates.keep is None else gates.keep[:, :, t, None, None].double()
-        write = gates.write[:, :, t, None, None].double()
-        g = keep * g + write * v.unsqueeze(-1) * k.unsqueeze(-2)
-        h = keep * h + write * k.unsqueeze(-1) * k.unsqueeze(-2)
-        rows.append((g @ torch.linalg.solve(h + ridge * torch.eye(h.shape[-1], dtype=DOUBLE), q).unsqueeze(-1))[..., 0])
-    return torch.stack(rows, 2)
+def exactly(views: Views, gates: DataGates) -> Tensor:
+    """One token after the other by factorizations in float64. (Against the equations: `test_drawn_compositions`.)"""
+    wide = (type(given)(*(None if x is None else x.double() for x in given)) for given in (views, gates))
+    return scanned(built(RecurrentRidge("exact", chunk=1), 2, views.k.shape[-1]).double(), *wide).detach()
 
 
 def test_ridge_starts_where_it_is_told() -> None:
@@ -75,7 +67,7 @@ def test_tokens_that_have_stopped_stay_where_they_are() -> None:
     """While others go on: of long queries a tolerance is far above 1, by which their directions must not grow."""
     views, gates = random_views(40, 8, torch.float32), DataGates(torch.ones(1, 1, 40), None)
     views = views._replace(k=3000 * views.k, q=3000 * views.q)
-    expected = scanned(built(RecurrentRidge(solver="exact"), 2, 8).double(), views, gates).detach()
+    expected = exactly(views, gates)
     found = scanned(built(RecurrentRidge(tolerance=0.1), 2, 8), views, gates).detach()
     assert bool(found.isfinite().all()) and float((found - expected).norm() / expected.norm()) < 0.2
 
@@ -101,7 +93,7 @@ def test_few_iterations_give_the_iterate_that_they_reach() -> None:
 def test_a_tolerance_is_kept_and_saves_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     views = random_views(40, 24)
     gates = DataGates(torch.ones(1, 1, 40, dtype=DOUBLE))
-    expected = at_every_token(views, gates, 1.0)
+    expected = exactly(views, gates)
     calls: list[int] = []
     module = __import__("metattt.learners.recurrent_ridge", fromlist=["_applied"])
     applied = module._applied
@@ -180,7 +172,7 @@ def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(name: str
     write = torch.rand(1, 2, keep.shape[-1], generator=torch.Generator().manual_seed(4))
     gates, views = DataGates(write, keep), random_views(keep.shape[-1], 16, torch.float32)
     found = scanned(built(RecurrentRidge(), 2, 16), views, gates)
-    expected = at_every_token(views, gates, 1.0)
+    expected = exactly(views, gates)
     # Some answers are small because their query is almost orthogonal to all keys: measured against what is usual.
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).square().mean().sqrt()
     assert error.max() < 5e-6
