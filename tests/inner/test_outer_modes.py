@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -107,12 +106,6 @@ class ByClosure(Reconstruction):
         return self.weigh((prediction - v).square()).sum(-1)
 
 
-class ByPartial(ByClosure):
-    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-        super().build(dim, num_heads, head_dim)
-        self.weigh = partial(torch.mul, self.w)
-
-
 class ByViews(Reconstruction):
     """What `views` makes of all tokens is used in `loss`."""
 
@@ -143,7 +136,6 @@ class ByGates(GradientDescent):
 
 BESIDE: dict[str, tuple[Any, Any]] = {
     "closure": (ByClosure, descent),
-    "partial": (ByPartial, descent),
     "views": (ByViews, descent),
     "gates": (Reconstruction, lambda: ByGates(4)),
 }
