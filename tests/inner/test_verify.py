@@ -130,55 +130,43 @@ def test_a_setting_changed_later_is_noticed(name: str, settings: dict[str, Any],
     assert layer.form == layer.plan.form == "dual"
 
 
-def test_a_module_exchanged_later_is_noticed() -> None:
-    class Of(Reconstruction):
-        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-            super().build(dim, num_heads, head_dim)
-            self.criterion: nn.Module = nn.MSELoss(reduction="none")
+class Scaled(nn.Module):
+    def __init__(self, error: type[nn.Module] = nn.MSELoss) -> None:
+        super().__init__()
+        self.scale, self.inner = 0.5, nn.Sequential(error(reduction="none"))
 
-        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-            return 0.5 * self.criterion(prediction, v).sum(-1)
+    def forward(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return self.scale * self.inner[0](prediction, v).sum(-1)
 
-    layer = made(Of(), Linear(), GradientDescent(4))
-    assert layer.form == "fused"
+
+class Of(Reconstruction):
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.criterion = Scaled()
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(prediction, v)
+        return loss
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    lambda task: setattr(task, "criterion", Scaled(nn.HuberLoss)),
+    lambda task: setattr(task.criterion, "scale", 2.0),
+    lambda task: task.criterion.inner.__setitem__(0, nn.HuberLoss(reduction="none")),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_assigned_later_inside_of_a_part_is_noticed(change: Callable[[Any], None]) -> None:
+    layer, oracle = (made(Of(), Linear(), GradientDescent(4), form) for form in ("auto", "primal"))
     layer.task.criterion, plan = layer.task.criterion, layer.plan
     assert layer.plan is plan  # the same as before, as torch's wrappers of activation checkpoints assign it
-    layer.task.criterion = nn.HuberLoss(reduction="none")
+    assert layer.eval().train().plan is plan and layer.form == "fused"
+    change(layer.task)
+    change(oracle.task)
     checkpoint(lambda x: layer(x)[0], x().requires_grad_(), use_reentrant=False).sum().backward()  # plans inside of it
+    assert compare(run(layer, x(), grads=True), run(oracle, x(), grads=True)) < BOUND
     assert layer.form == "dual"
-
-
-def test_what_is_assigned_later_to_a_module_within_a_part_is_noticed() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.inner = 0.5, nn.Sequential(nn.MSELoss(reduction="none"))
-
-        def forward(self, prediction: Tensor, v: Tensor) -> Tensor:
-            return self.scale * self.inner[0](prediction, v).sum(-1)
-
-    class Of(Reconstruction):
-        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-            super().build(dim, num_heads, head_dim)
-            self.criterion = Scaled()
-
-        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-            loss: Tensor = self.criterion(prediction, v)
-            return loss
-
-    def exchange(criterion: Any) -> None:
-        criterion.inner[0] = nn.HuberLoss(reduction="none")
-
-    changes: tuple[Callable[[Any], None], ...] = (lambda criterion: setattr(criterion, "scale", 2.0), exchange)
-    for change in changes:
-        layer, oracle = (made(Of(), Linear(), GradientDescent(4), form) for form in ("auto", "primal"))
-        plan = layer.plan
-        assert layer.eval().train().plan is plan
-        assert layer.form == "fused"
-        change(layer.task.criterion)
-        change(oracle.task.criterion)
-        assert compare(run(layer, x(), grads=True), run(oracle, x(), grads=True)) < BOUND
-        assert layer.form == "dual"
 
 
 def test_methods_and_hooks_added_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
