@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -46,23 +46,6 @@ COLUMNS = {"old": "old suite", "all": "all tests", "first": "first tier"}
 PAGE = HERE.parent / "results" / "planted_faults.md"
 
 
-class Edit(NamedTuple):
-    """One place in the package."""
-
-    file: str
-    old: str
-    new: str
-
-    def fits(self, tree: Path) -> bool:
-        """Whether the old text stands there once."""
-        path = tree / "metattt" / self.file
-        return path.is_file() and path.read_text().count(self.old) == 1
-
-    def apply(self, tree: Path) -> None:
-        path = tree / "metattt" / self.file
-        path.write_text(path.read_text().replace(self.old, self.new))
-
-
 def faults() -> dict[str, dict[str, Any]]:
     """All faults by name."""
     found: dict[str, dict[str, Any]] = {}
@@ -71,10 +54,10 @@ def faults() -> dict[str, dict[str, Any]]:
     return found
 
 
-def edit_for(fault: dict[str, Any], tree: Path) -> Edit | None:
-    """None: the old text does not stand there once."""
-    edit = Edit(fault["file"], fault["old"], fault["new"])
-    return edit if edit.fits(tree) else None
+def fits(fault: dict[str, Any], tree: Path) -> bool:
+    """Whether the old text stands there once."""
+    path = tree / "metattt" / fault["file"]
+    return path.is_file() and path.read_text().count(fault["old"]) == 1
 
 
 class Suite:
@@ -118,11 +101,12 @@ class Suite:
             return [f"crash of pytest: {(text.strip().splitlines() or [''])[-1]}"]
         return found
 
-    def find(self, name: str, edit: Edit, asked: Sequence[tuple[str, Sequence[str]]]) -> str:
+    def find(self, name: str, fault: dict[str, Any], asked: Sequence[tuple[str, Sequence[str]]]) -> str:
         """Which test finds a fault, of expressions and files that are asked one after the other; empty: none."""
         tree = self.work / name
         shutil.copytree(self.clean, tree, symlinks=True)
-        edit.apply(tree)
+        path = tree / "metattt" / fault["file"]
+        path.write_text(path.read_text().replace(fault["old"], fault["new"]))
         try:
             for chosen, files in asked:
                 for failed in self.run(tree, files, chosen):
@@ -201,29 +185,26 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="planted-") as work:
         suite = None if chosen.check else Suite(tree, chosen.tier, Path(work))
 
-        def look(name: str, edit: Edit) -> None:
+        def look(name: str) -> None:
             assert suite is not None
             asked = [("", chosen.tests)] if chosen.tests else suite.hinted(known[name]["hints"])
             asked += [("", [one]) for one in suite.files] if chosen.rest else []
-            found[name] = suite.find(name, edit, asked)
+            found[name] = suite.find(name, known[name], asked)
             tell(name, f"found by {found[name].removeprefix('tests/')}" if found[name] else "not found")
 
         for name in chosen.names or known:
-            edit = edit_for(known[name], tree)
-            if edit is None:
+            if not fits(known[name], tree):
                 missing += 1
                 tell(name, "the old text does not stand there once")
             elif suite is not None:
-                look(name, edit)
+                look(name)
         while suite is not None and (tests := sorted(set(found.values()) - {""})):
             bad = set(suite.run(suite.clean, tests, every=True)) & set(tests)  # they fail without a fault as well
             if not bad:
                 break
             suite.broken |= bad
             for name in [name for name, test in found.items() if test in bad]:
-                edit = edit_for(known[name], tree)
-                assert edit is not None
-                look(name, edit)
+                look(name)
     return 1 if missing else 0
 
 
