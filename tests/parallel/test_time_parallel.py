@@ -32,7 +32,7 @@ from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.heads import HeadParallel, divide_heads
 from metattt.parallel.line import MANY, Line, dump, fill, frame_of
-from metattt.parallel.relay import handed_on
+from metattt.parallel.relay import handed_on, instead
 from metattt.parallel.scan import may_scan, scannable
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.training.train import train
@@ -362,6 +362,15 @@ def test_frames_hold_no_tensors() -> None:
     assert again["a"][0] is again["b"][0] is shared and again["phase"] == 5
     assert fill(pickle.loads(dump(frame)), lambda slot: slot.place) == {"a": (0, None), "b": [0, 1], "phase": 5}
     refusal(lambda: dump(frame_of({"a": Hidden()})[0]), "keeps a tensor in an object of its own")
+
+
+def test_a_method_of_a_users_own_is_there_again_afterwards() -> None:
+    module, own = nn.Linear(2, 2), lambda x: 2 * x
+    for before in ({}, {"forward": own}):
+        vars(module).update(before)
+        with instead(module, "forward", lambda x: x):
+            assert module.forward(1) == 1
+        assert vars(module).get("forward") is before.get("forward")
 
 
 def test_divided_heads_follow_what_a_run_changes() -> None:
