@@ -5,17 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from metattt.composition.compose import compose
 from metattt.layer import TTTLayer
 from metattt.learners import (
     MLP,
     ChebyshevRidge,
     Convolution,
-    FastWeights,
     KernelEstimator,
     KernelRidge,
     Learner,
@@ -25,7 +20,6 @@ from metattt.learners import (
     RecurrentRidge,
     SwiGLU,
     Transformer,
-    Weight,
 )
 from metattt.optimizers import Adam, Append, BlockMomentum, GradientDescent, Momentum
 from metattt.tasks import LaCTViews, NextToken, Reconstruction
@@ -112,17 +106,3 @@ class TestRows(Conformance):
     def specimens(self) -> dict[str, Specimen]:
         made = {row: compose(f"layer={row}", "dim=8", "num_heads=2", *more, job="check") for row, more in self.rows.items()}
         return {row: specimen_of(cfg) for row, cfg in made.items()}
-
-
-class RawWeight(Learner):
-    """A raw fast weight: no dual form, `auto` must fall back."""
-
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"w": Weight((d_in, d_out), std=0.3), "s": Weight((d_out,), value=1.0)}
-
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return x @ torch.tanh(w["w"]) * F.softplus(w["s"]).unsqueeze(-2)
-
-
-class TestLearnerWithRawWeights(LearnerConformance):
-    make = staticmethod(RawWeight)
