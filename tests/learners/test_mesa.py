@@ -51,8 +51,8 @@ def random_views(count: int, width: int, dtype: torch.dtype = DOUBLE) -> Views:
 
 def exactly(views: Views, gates: DataGates) -> Tensor:
     """One token after the other by factorizations in float64. (Against the equations: `test_drawn_compositions`.)"""
-    wide = (type(given)(*(None if x is None else x.double() for x in given)) for given in (views, gates))
-    return scanned(built(RecurrentRidge("exact", chunk=1), 2, views.k.shape[-1]).double(), *wide).detach()
+    given: list[Any] = [type(of)(*(None if x is None else x.double() for x in of)) for of in (views, gates)]
+    return scanned(built(RecurrentRidge("exact", chunk=1), 2, views.k.shape[-1]).double(), *given).detach()
 
 
 def test_ridge_starts_where_it_is_told() -> None:

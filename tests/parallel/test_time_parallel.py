@@ -365,8 +365,8 @@ def test_frames_hold_no_tensors() -> None:
 
 
 def test_a_method_of_a_users_own_is_there_again_afterwards() -> None:
-    module, own = nn.Linear(2, 2), lambda x: 2 * x
-    for before in ({}, {"forward": own}):
+    module: Any = nn.Linear(2, 2)
+    for before in ({}, {"forward": lambda x: 2 * x}):
         vars(module).update(before)
         with instead(module, "forward", lambda x: x):
             assert module.forward(1) == 1
