@@ -85,6 +85,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: layer(MLP(), ChannelDecay()), "optimizer.anchor=online (MLP is not a linear map)"),
     (lambda: layer(Linear(norm=False, residual=False), ChannelDecay()), "have no meaning for a bias: set learner.bias"),
     (lambda: layer(MLP(step_scale=0.5), Sign()), "set learner.step_scale=null"),
+    (lambda: layer(MLP(step_scale=0.5), BlockMomentum(orthogonalize=True)), "set learner.step_scale=null"),
     (lambda: layer(KernelEstimator(trainable=["w1"]), Append()), "KernelEstimator keeps its data"),
     (lambda: layer(KernelEstimator(step_scale=0.5), Append()), "KernelEstimator keeps its data"),
     # weights that learn, and how fast

@@ -181,6 +181,8 @@ def _initialize(model: nn.Module) -> None:
         if name.endswith("logits") and not name.endswith("pre_logits"):
             continue
         if isinstance(module, nn.Linear):
+            if module.weight is None:  # of a learner, whose values are in its `init`
+                continue
             nn.init.xavier_uniform_(module.weight)
         elif isinstance(module, nn.Conv2d):
             nn.init.trunc_normal_(module.weight, std=1 / math.sqrt(module.weight[0].numel()))

@@ -214,6 +214,8 @@ def test_linear_maps_start_as_published() -> None:
     bound = (3 / 192) ** 0.5
     for weight in (layer.task.phi.weight, layer.task.decoder, layer.out.weight):
         assert 0.98 * bound < weight.abs().max() <= bound
+    nested = timm.create_model("vit_digits_pixel_mttt_mlp", layer="nested_ttt", **TINY)  # its maps have fast weights
+    assert nested(torch.randn(1, 1, 8, 8)).isfinite().all()
 
 
 def test_sizes_that_do_not_fit() -> None:

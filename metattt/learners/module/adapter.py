@@ -209,7 +209,13 @@ class ModuleLearner(Learner):
         plain = FastWeights(fast, slow, torch.float64)
         for count in (3, 5):
             x = torch.randn(1, num_heads, count, d_in, dtype=torch.float64)
-            expected = self._try_apart(plain, x)
+            try:
+                expected = self._try_apart(plain, x)
+            except RuntimeError as error:
+                if d_in == d_out:
+                    raise
+                what = f"the keys of the task, which are {d_in} wide in heads of {d_out}"
+                raise MetaTTTError(f"{name} cannot run on {what}: {_first_line(error)}") from error
             if expected.shape[-1] != d_out:
                 raise MetaTTTError(
                     f"{name} gives predictions of width {expected.shape[-1]}: they must have the head width {d_out}"
@@ -225,10 +231,9 @@ class ModuleLearner(Learner):
     def _try_apart(self, plain: FastWeights, x: Tensor) -> Tensor:
         try:
             return self._apart(plain, x)
-        except RuntimeError as error:
-            if not self.batched:  # often a task's feature map, which makes tokens wider than a head
-                name, shape = type(self.module).__name__, list(x.shape[2:])
-                raise MetaTTTError(f"{name} cannot run on keys of shape {shape}: {_first_line(error)}") from error
+        except RuntimeError:
+            if not self.batched:
+                raise
         self.batched = False  # torch.vmap cannot run everything
         return self._try_apart(plain, x)
 
