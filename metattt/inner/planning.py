@@ -137,12 +137,17 @@ def tried(ask: Callable[[], T]) -> T | None:
             return None
 
 
-def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...]]) -> Any:
-    """What `found` is a pair of, with the state for the next call.
+def returned(part: nn.Module, method: str, kind: type[tuple[Any, ...]], *given: Any) -> Any:
+    """What a method of a part returns for a token, with the state for the next call.
 
     Raises:
         MetaTTTError: it is no such pair.
+        ValueError: the part refuses the token, as one that is for calls of another length.
     """
+    try:
+        found = getattr(part, method)(*given)
+    except MetaTTTError as error:
+        raise ValueError(str(error)) from error
     if type(found) is not tuple or len(found) != 2 or not hasattr(found[0], "_fields"):
         raise MetaTTTError(
             f"{type(part).__name__}.{method} returns a {type(found).__name__}: it must return ({kind.__name__}, "
@@ -153,7 +158,7 @@ def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...
             what = "it must be None or a tensor, [B, H, T, ...], whose axes may have length 1"
             raise MetaTTTError(f"{type(part).__name__}.{method} returns {name}={x}: {what}")
         if x is not None and x.ndim > 2 and x.shape[:3:2] != (1, 1):
-            raise ValueError("it is for calls of one length, such as one with a parameter for each place")
+            found = found[0]._replace(**{name: x[:1, :, :1]}), found[1]  # of one length: a parameter for each place
     return found
 
 
@@ -163,12 +168,12 @@ def of_a_token(
     """A random token as it enters the inner loop in a call, with any views if the task cannot run on one; None if the
     rule cannot."""
     task, rule, size = copy(materialized(task)), materialized(optimizer), optimizer.mini_batch_size  # `views` may write
-    made = tried(lambda: returned(task, "views", task.views(*_token(task, dim, size)), Views)[0])
+    made = tried(lambda: returned(task, "views", Views, *_token(task, dim, size))[0])
 
     def entering() -> Tokens:
         x, state, ctx = _token(rule, dim, size)
         k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
-        gates, state = returned(rule, "gates", rule.gates(x, state, ctx), Gates)
+        gates, state = returned(rule, "gates", Gates, x, state, ctx)
         views = made or Views(k, k, k)
         views = views if learner.takes_groups else views.for_every_head()
         if learner.has_weights:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, Learner, Linear, Weight
-from metattt.optimizers import GradientDescent, InnerOptimizer
-from metattt.tasks import Reconstruction, Task
+from metattt.optimizers import Gates, GradientDescent, InnerOptimizer
+from metattt.state import Context, Tensors
+from metattt.tasks import Reconstruction, Task, Views
 from metattt.testing.specimen import compare, run
 
 BOUND = 1e-9  # relative, float64
@@ -201,3 +203,22 @@ def test_replicas_and_copies_run_their_own_parts() -> None:
     shallow, deep = copy.copy(layer), copy.deepcopy(layer)
     assert shallow.inner.learner is shallow.learner
     assert deep.inner.learner is deep.learner is not layer.learner
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_parts_for_calls_of_one_length(refuses: bool) -> None:
+    """They run in their calls, whatever they say to the one token of a plan."""
+    places = nn.Parameter(torch.rand(1, 1, 6, dtype=torch.float64))
+
+    class Places(GradientDescent):
+        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+            return Gates(places, None, places), state  # whose momentum shows itself here alone
+
+    class Six(Reconstruction):
+        def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
+            if x.shape[1] != 6 and refuses:
+                raise MetaTTTError(f"this task is for calls of 6 tokens, not {x.shape[1]}")
+            return super().views(x, state, ctx)
+
+    layer = made(Six(), Linear(), Places(2))
+    assert layer(x()[:, :6])[0].isfinite().all() and layer.optimizer.has_momentum
