@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.functional import materialized
+from metattt.functional import materialized, with_values
 from metattt.inner.checks import check_tokens
 from metattt.inner.committed import gated
 from metattt.inner.parts import Parts
@@ -28,6 +27,7 @@ from metattt.optimizers.checks import check_move, linear_rule, settle
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Task, Views, dot_product, squared_error
 
+M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 ASKED = ("auto", "primal", "dual", "summed", "fused")  #: of `layer.form`
@@ -167,10 +167,16 @@ def of_a_token(
 ) -> Tokens | None:
     """A random token as it enters the inner loop in a call, with any views if the task cannot run on one; None if the
     rule cannot."""
-    task, rule, size = copy(materialized(task)), materialized(optimizer), optimizer.mini_batch_size  # `views` may write
-    made = tried(lambda: returned(task, "views", Views, *_token(task, dim, size))[0])
+    size = optimizer.mini_batch_size
+
+    def viewed() -> Any:
+        part = _spare(task)
+        return returned(part, "views", Views, *_token(part, dim, size))[0]
+
+    made = tried(viewed)
 
     def entering() -> Tokens:
+        rule = _spare(optimizer)
         x, state, ctx = _token(rule, dim, size)
         k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
         gates, state = returned(rule, "gates", Gates, x, state, ctx)
@@ -181,6 +187,12 @@ def of_a_token(
         return Tokens(*fitted(views, gates, learner, rule, (1, num_heads, 1)))
 
     return tried(entering)
+
+
+def _spare(part: M) -> M:
+    """A copy on the CPU with buffers of its own, since a part may write to itself."""
+    part = materialized(part)
+    return with_values(part, {name: x.clone() for name, x in part.named_buffers()})
 
 
 def _token(part: nn.Module, dim: int, mini_batch_size: int) -> tuple[Tensor, Tensors, Context]:

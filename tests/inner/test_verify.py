@@ -4,6 +4,7 @@ change."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, Learner, Linear, Weight
-from metattt.optimizers import Gates, GradientDescent, InnerOptimizer
+from metattt.learners import MLP, KernelEstimator, Learner, Linear, Weight
+from metattt.optimizers import Append, Gates, GradientDescent, InnerOptimizer
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction, Task, Views
 from metattt.testing.specimen import compare, run
@@ -222,3 +223,21 @@ def test_parts_for_calls_of_one_length(refuses: bool) -> None:
 
     layer = made(Six(), Linear(), Places(2))
     assert layer(x()[:, :6])[0].isfinite().all() and layer.optimizer.has_momentum
+
+
+@pytest.mark.parametrize(("learner", "rule"), [(Linear, lambda: GradientDescent(4)), (KernelEstimator, Append)])
+def test_a_plan_leaves_parts_and_random_numbers_as_they_are(learner: type[Learner], rule: Callable[[], Any]) -> None:
+    class Counting(Reconstruction):
+        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+            super().build(dim, num_heads, head_dim)
+            self.normed = nn.BatchNorm1d(dim)
+            self.lock = None if learner is Linear else threading.Lock()  # of which no copy can be made
+
+        def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
+            return super().views(self.normed(x.mT).mT, state, ctx)
+
+    assert TTTLayer(8, 2, Counting(), learner(), rule()).task.normed.num_batches_tracked == 0
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        TTTLayer(8, 2, Counting(), learner(), rule())
+    assert torch.equal(torch.get_rng_state(), before)
