@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from metattt import MetaTTTError, TTTLayer, load_model
 from metattt.checkpoints.folder import write_model
@@ -37,6 +38,12 @@ def test_from_python(how: str) -> None:
     torch.testing.assert_close(torch.cat([y, layer(x[:, 5:], state)[0]], 1), layer(x)[0])
     model = LanguageModel(11, 8, 2, partial(copy.deepcopy, layer))
     assert model(torch.randint(11, (2, 5))).shape == (2, 5, 11)
+
+
+def test_projections_that_do_not_tell_their_width_are_shared() -> None:
+    one, two = (TTTLayer(8, 2, Reconstruction(), Linear(), GradientDescent(4)) for _ in range(2))
+    one.task.q = nn.Sequential(one.task.q, nn.Identity())  # as an adapter of one's own around it
+    assert Combined(8, one, two, shared=True)(torch.randn(1, 5, 8))[0].isfinite().all()
 
 
 def test_settings_that_come_too_late() -> None:

@@ -255,8 +255,10 @@ class Reconstruction(Task):
                 f"{type(self).__name__} and {type(lender).__name__} share projections of their own for q, k and v "
                 "each: set task.views=separate, or layer.shared=false"
             )
-        ours, theirs = ([part.out_features for part in (one.q, one.k, one.v)] for one in (self, lender))
-        if ours != theirs:
+        ours, theirs = (
+            [getattr(part, "out_features", None) for part in (one.q, one.k, one.v)] for one in (self, lender)
+        )
+        if any(a != b for a, b in zip(ours, theirs, strict=True) if a and b):  # a module of one's own may not tell
             raise MetaTTTError(
                 f"layers that share q, k and v have as many features of them, not {ours} and {theirs}: set kv_heads, "
                 "or another task"
