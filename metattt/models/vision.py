@@ -180,11 +180,11 @@ def _initialize(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.endswith("logits") and not name.endswith("pre_logits"):
             continue
+        if not isinstance(module, (nn.Linear, nn.Conv2d)) or module.weight is None or not module.weight.requires_grad:
+            continue  # None is of a learner, whose values are in its `init`; what is frozen was trained before
         if isinstance(module, nn.Linear):
-            if module.weight is None:  # of a learner, whose values are in its `init`
-                continue
             nn.init.xavier_uniform_(module.weight)
-        elif isinstance(module, nn.Conv2d):
+        else:
             nn.init.trunc_normal_(module.weight, std=1 / math.sqrt(module.weight[0].numel()))
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
+        if module.bias is not None:
             nn.init.normal_(module.bias, std=1e-6) if ".mlp." in name else nn.init.zeros_(module.bias)

@@ -11,16 +11,21 @@ import torch
 from processes_for_tests import fresh
 from refusals_for_tests import refusal
 from timm.optim import create_optimizer_v2
+from torch import nn
 
 import metattt
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data.digits import DigitsData
 from metattt.data.images import ImageData
+from metattt.layer import TTTLayer
+from metattt.learners import ModuleLearner
 from metattt.measures.flops import count_flops, flops_of_layer, flops_per_image
 from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.models.timm import LAYERS, SIZES
 from metattt.models.vision import ImageTransformer, sincos2d
+from metattt.optimizers import GradientDescent
+from metattt.tasks import Reconstruction
 from metattt.testing.specimen import cotangent
 from metattt.training.recipes import TimmRecipe
 from metattt.training.train import train
@@ -216,6 +221,11 @@ def test_linear_maps_start_as_published() -> None:
         assert 0.98 * bound < weight.abs().max() <= bound
     nested = timm.create_model("vit_digits_pixel_mttt_mlp", layer="nested_ttt", **TINY)  # its maps have fast weights
     assert nested(torch.randn(1, 1, 8, 8)).isfinite().all()
+    maps = nn.Sequential(nn.Unflatten(1, (1, 1, -1)), nn.Conv2d(1, 1, 1), nn.Flatten(), nn.Linear(4, 4))
+    kept = maps[3].weight.requires_grad_(False).clone()
+    rule = GradientDescent(None, read="final")
+    model = ImageTransformer(lambda: TTTLayer(8, 2, Reconstruction(), ModuleLearner(maps), rule), 8, 2, 1, img_size=16)
+    assert torch.equal(model.blocks[0].attn.layer.learner.module[3].weight, kept)  # frozen: someone has trained it
 
 
 def test_sizes_that_do_not_fit() -> None:
