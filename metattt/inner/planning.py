@@ -180,7 +180,7 @@ def of_a_token(
         x, state, ctx = _token(rule, dim, size)
         k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
         gates, state = returned(rule, "gates", Gates, x, state, ctx)
-        views = made or Views(k, k, k)
+        views = made or Views(k, k.new_ones(1, num_heads, 1, task.label_dim), k)
         views = views if learner.takes_groups else views.for_every_head()
         if learner.has_weights:
             views, gates, _ = rule.prepare(views, gates, x, state, ctx)

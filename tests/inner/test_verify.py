@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, KernelEstimator, Learner, Linear, Weight
-from metattt.optimizers import Append, Gates, GradientDescent, InnerOptimizer
+from metattt.learners import MLP, KernelEstimator, Learner, Linear, ModuleLearner, Weight
+from metattt.optimizers import Append, Gates, GradientDescent, InnerOptimizer, StateGated
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction, Task, Views
 from metattt.testing.specimen import compare, run
@@ -241,3 +241,19 @@ def test_a_plan_leaves_parts_and_random_numbers_as_they_are(learner: type[Learne
     with torch.device("meta"):
         TTTLayer(8, 2, Counting(), learner(), rule())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_labels_of_a_task_that_needs_more_than_a_token_are_as_wide_as_it_says() -> None:
+    class Squares(Reconstruction):
+        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+            super().build(dim, num_heads, head_dim)
+            self.input_dim = 2 * head_dim
+
+        def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
+            assert x.shape[1] > 1
+            views, state = super().views(x, state, ctx)
+            k, q = (torch.cat([one, one.square()], -1) for one in (views.k, views.q))
+            return views._replace(k=k, q=q), state
+
+    layer = TTTLayer(8, 2, Squares(), ModuleLearner(nn.Linear(8, 4)), StateGated(2, step_gate="alignment"))
+    assert layer(torch.randn(1, 4, 8))[0].isfinite().all()
