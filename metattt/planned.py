@@ -117,8 +117,7 @@ class PlannedLayer(SequenceLayer):
             )
         hooks = saved_tensor_hooks(False)  # of a checkpoint around the call: what is tried out here is none of its
         apart = nullcontext() if hooks is None else saved_tensors_hooks(lambda x: x, lambda x: x)
-        alone = torch.random.fork_rng(devices=[])
-        with torch.inference_mode(False), apart, alone:  # the parts are looked at with derivatives
+        with torch.inference_mode(False), apart:  # the parts are looked at with derivatives
             sizes = self.dim, self.num_heads, self.head_dim, width
             plan = make_plan(self._form, self.task, learner, rule, *sizes, kernels(), self.outer)
         plan.basis = self._basis()

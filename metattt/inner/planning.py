@@ -12,22 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.functional import materialized, with_values
+from metattt.functional import materialized
 from metattt.inner.checks import check_tokens
-from metattt.inner.committed import gated
 from metattt.inner.parts import Parts
 from metattt.inner.plan import HOOKED, Kernel, Plan
-from metattt.inner.tokens import Tokens, fitted
+from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
 from metattt.inner.verify import Function, other_function, other_loss, remembered
 from metattt.learners.base import Learner
 from metattt.learners.non_parametric import NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.optimizers.checks import check_move, linear_rule, settle
+from metattt.optimizers.checks import WrongReturn, check_move, linear_rule, settle
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Task, Views, dot_product, squared_error
 
-M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 ASKED = ("auto", "primal", "dual", "summed", "fused")  #: of `layer.form`
@@ -48,10 +46,10 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form` and `check_tokens`, or labels that a learner without weights cannot answer with.
+        MetaTTTError: as `choose_form` and `check_tokens`, or labels that a learner
+            without weights cannot answer with.
     """
-    token = of_a_token(task, learner, optimizer, dim, num_heads, d_in)
-    found: object = None if token is None else token.gates
+    found = tried(lambda: gates_of(optimizer, dim, num_heads, d_in))
     if optimizer.updates:
         settle(optimizer, num_heads, found)
     if outer != "exact" and not learner.has_weights:
@@ -110,14 +108,14 @@ def make_plan(
         and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
-    if token is not None:
-        rule = materialized(optimizer)
-        loop = Parts(task, learner, rule, plan, slow=dict(learner.slow))
-        if hasattr(rule, "move"):
-            tried(lambda: check_move(rule, learner.init.items(), token.gates))
-        check_tokens(loop, token)
-        if plan.sees_weights:
-            tried(lambda: gated(loop, token, loop.start(1, token.gates.eta.dtype)["commit"]))
+    if isinstance(found, Gates):
+        if hasattr(optimizer, "move"):
+            tried(lambda: check_move(materialized(optimizer), learner.init.items(), found))
+        made = tried(
+            lambda: returned(task, "views", task.views(*_token(task, dim), _context(optimizer.mini_batch_size)), Views)
+        )
+        views = made[0] if made is not None else Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
+        check_tokens(Parts(task, learner, optimizer, plan), Tokens(views, found))
     return plan
 
 
@@ -126,80 +124,56 @@ def tried(ask: Callable[[], T]) -> T | None:
     too.)
 
     Raises:
-        MetaTTTError: the part refuses what it is given, or `returned` what it returns.
+        MetaTTTError: `returned`.
     """
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             return ask()
-        except MetaTTTError:
+        except WrongReturn:
             raise
         except Exception:  # a part of one's own may need more than a token
             return None
 
 
-def returned(part: nn.Module, method: str, kind: type[tuple[Any, ...]], *given: Any) -> Any:
-    """What a method of a part returns for a token, with the state for the next call.
+def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...]]) -> Any:
+    """What `found` is a pair of, with the state for the next call.
 
     Raises:
-        MetaTTTError: it is no such pair.
-        ValueError: the part refuses the token, as one that is for calls of another length.
+        WrongReturn: it is no such pair.
     """
-    try:
-        found = getattr(part, method)(*given)
-    except MetaTTTError as error:
-        raise ValueError(str(error)) from error
     if type(found) is not tuple or len(found) != 2 or not hasattr(found[0], "_fields"):
-        raise MetaTTTError(
-            f"{type(part).__name__}.{method} returns a {type(found).__name__}: it must return ({kind.__name__}, "
-            "state), with the state that it was given if the next call needs nothing"
+        name = type(found).__name__
+        raise WrongReturn(
+            f"{type(part).__name__}.{method} returns a {name}: it must return ({kind.__name__}, state), with the state "
+            "that it was given if the next call needs nothing"
         )
-    for name, x in zip(found[0]._fields, found[0], strict=True):
-        if not isinstance(x, Tensor | None):
-            what = "it must be None or a tensor, [B, H, T, ...], whose axes may have length 1"
-            raise MetaTTTError(f"{type(part).__name__}.{method} returns {name}={x}: {what}")
-        if x is not None and x.ndim > 2 and x.shape[:3:2] != (1, 1):
-            found = found[0]._replace(**{name: x[:1, :, :1]}), found[1]  # of one length: a parameter for each place
     return found
 
 
-def of_a_token(
-    task: Task, learner: Learner, optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int
-) -> Tokens | None:
-    """A random token as it enters the inner loop in a call, with any views if the task cannot run on one; None if the
-    rule cannot."""
-    size = optimizer.mini_batch_size
-
-    def viewed() -> Any:
-        part = _spare(task)
-        return returned(part, "views", Views, *_token(part, dim, size))[0]
-
-    made = tried(viewed)
-
-    def entering() -> Tokens:
-        rule = _spare(optimizer)
-        x, state, ctx = _token(rule, dim, size)
-        k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
-        gates, state = returned(rule, "gates", Gates, x, state, ctx)
-        views = made or Views(k, k.new_ones(1, num_heads, 1, task.label_dim), k)
-        views = views if learner.takes_groups else views.for_every_head()
-        if learner.has_weights:
-            views, gates, _ = rule.prepare(views, gates, x, state, ctx)
-        return Tokens(*fitted(views, gates, learner, rule, (1, num_heads, 1)))
-
-    return tried(entering)
+def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object:
+    """A rule's gates of one random token."""
+    rule = materialized(optimizer)
+    x, state = _token(rule, dim)
+    k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
+    ctx = _context(rule.mini_batch_size)
+    found, state = returned(rule, "gates", rule.gates(x, state, ctx), Gates)
+    for name, gate in zip(found._fields, found, strict=True):
+        if not isinstance(gate, Tensor | None):
+            raise WrongReturn(
+                f"{type(rule).__name__}.gates returns {name}={gate}: a gate is None or a tensor, [B, H, T] or with "
+                "axes of length 1"
+            )
+    return rule.prepare(Views(k, k, k), found, x, state, ctx)[1] if isinstance(found, Gates) else found
 
 
-def _spare(part: M) -> M:
-    """A copy on the CPU with buffers of its own, since a part may write to itself."""
-    part = materialized(part)
-    return with_values(part, {name: x.clone() for name, x in part.named_buffers()})
-
-
-def _token(part: nn.Module, dim: int, mini_batch_size: int) -> tuple[Tensor, Tensors, Context]:
-    """A token `[1, 1, D]` in the type of the part's parameters, the state before it, and its place."""
+def _token(part: nn.Module, dim: int) -> tuple[Tensor, Tensors]:
+    """A token `[1, 1, D]` in the type of the part's parameters, and the state before it."""
     dtype = next((x.dtype for x in part.parameters() if x.is_floating_point()), None)
-    x = torch.randn(1, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return x, {}, Context(torch.zeros(1, 1, dtype=torch.long), None, None, mini_batch_size)
+    return torch.randn(1, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype), {}
+
+
+def _context(mini_batch_size: int) -> Context:
+    return Context(torch.zeros(1, 1, dtype=torch.long), None, None, mini_batch_size)
 
 
 def covering(

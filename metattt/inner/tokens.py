@@ -314,9 +314,15 @@ def fitted(
         view = getattr(views, name)
         if view is not None and view.shape != k.shape:
             raise MetaTTTError(f"the view {name} has shape {list(view.shape)}: it must be that of k, {list(k.shape)}")
-    if views.weight is not None and (k.ndim != 5 or views.weight.shape != k.shape[:-1]):
-        both = {"weight": list(views.weight.shape), "k": list(k.shape)}
-        raise MetaTTTError(f"the task gives views {both}: a weight is a number for each of several pairs a token")
+    if views.weight is not None and views.weight.shape != k.shape[:-1]:
+        given = list(views.weight.shape)
+        raise MetaTTTError(
+            f"the pairs' weight has shape {given}: it must be a number for each pair, {list(k.shape[:-1])}"
+        )
+    if views.weight is not None and k.ndim != 5:
+        raise MetaTTTError(
+            "a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead"
+        )
     if keeps_data and (views.erase_key is not None or views.erase_direction is not None or k.ndim != 4):
         raise MetaTTTError(
             f"{type(learner).__name__} keeps its data, and has no weights that an erase view or several pairs "

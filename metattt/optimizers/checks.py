@@ -86,11 +86,15 @@ def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
         )
 
 
+class WrongReturn(MetaTTTError):
+    """A method of a part returns something else than its contract says."""
+
+
 def check_move(rule: Any, init: Iterable[tuple[str, Tensor]], gates: Gates) -> None:
     """Asks a `BlockRule` for one step on gradients of 0, from the weights `init` `[H, *shape]`.
 
     Raises:
-        MetaTTTError: `move` does not return the slots that it keeps, with all weights in the shapes that they had, or
+        WrongReturn: `move` does not return the slots that it keeps, with all weights in the shapes that they had, or
             writes to what it is given.
     """
     begun = rule.begin(at_start(rule.slots, init, 1, torch.float32))
@@ -99,7 +103,7 @@ def check_move(rule: Any, init: Iterable[tuple[str, Tensor]], gates: Gates) -> N
     given = [(x, x._version) for held in memory.values() for x in held.values()]
     moved = rule.move(memory, *pooled)
     if any(x._version != version for x, version in given):
-        raise MetaTTTError(
+        raise WrongReturn(
             f"{type(rule).__name__}.move changes in place what it is given, which the state of an earlier call holds, "
             "too: make new tensors, such as m + u for m.add_(u)"
         )
@@ -108,7 +112,7 @@ def check_move(rule: Any, init: Iterable[tuple[str, Tensor]], gates: Gates) -> N
         held = moved.get(slot) if isinstance(moved, Mapping) else None
         if not isinstance(held, dict) or not fits(slot, held, shapes):
             what = {name: list(x.shape) for name, x in held.items()} if isinstance(held, dict) else held
-            raise MetaTTTError(
+            raise WrongReturn(
                 f"{type(rule).__name__}.move returns {slot} {what}: it must return "
                 f"{' and '.join(('commit', *rule.own_slots))}, each with all weights, "
                 f"{ {name: list(shape) for name, shape in shapes.items()} }"

@@ -4,7 +4,6 @@ change."""
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, KernelEstimator, Learner, Linear, ModuleLearner, Weight
-from metattt.optimizers import Append, Gates, GradientDescent, InnerOptimizer, StateGated
-from metattt.state import Context, Tensors
-from metattt.tasks import Reconstruction, Task, Views
+from metattt.learners import MLP, Learner, Linear, Weight
+from metattt.optimizers import GradientDescent, InnerOptimizer
+from metattt.tasks import Reconstruction, Task
 from metattt.testing.specimen import compare, run
 
 BOUND = 1e-9  # relative, float64
@@ -204,56 +201,3 @@ def test_replicas_and_copies_run_their_own_parts() -> None:
     shallow, deep = copy.copy(layer), copy.deepcopy(layer)
     assert shallow.inner.learner is shallow.learner
     assert deep.inner.learner is deep.learner is not layer.learner
-
-
-@pytest.mark.parametrize("refuses", [True, False])
-def test_parts_for_calls_of_one_length(refuses: bool) -> None:
-    """They run in their calls, whatever they say to the one token of a plan."""
-    places = nn.Parameter(torch.rand(1, 1, 6, dtype=torch.float64))
-
-    class Places(GradientDescent):
-        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-            return Gates(places, None, places), state  # whose momentum shows itself here alone
-
-    class Six(Reconstruction):
-        def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
-            if x.shape[1] != 6 and refuses:
-                raise MetaTTTError(f"this task is for calls of 6 tokens, not {x.shape[1]}")
-            return super().views(x, state, ctx)
-
-    layer = made(Six(), Linear(), Places(2))
-    assert layer(x()[:, :6])[0].isfinite().all() and layer.optimizer.has_momentum
-
-
-@pytest.mark.parametrize(("learner", "rule"), [(Linear, lambda: GradientDescent(4)), (KernelEstimator, Append)])
-def test_a_plan_leaves_parts_and_random_numbers_as_they_are(learner: type[Learner], rule: Callable[[], Any]) -> None:
-    class Counting(Reconstruction):
-        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-            super().build(dim, num_heads, head_dim)
-            self.normed = nn.BatchNorm1d(dim)
-            self.lock = None if learner is Linear else threading.Lock()  # of which no copy can be made
-
-        def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
-            return super().views(self.normed(x.mT).mT, state, ctx)
-
-    assert TTTLayer(8, 2, Counting(), learner(), rule()).task.normed.num_batches_tracked == 0
-    before = torch.get_rng_state()
-    with torch.device("meta"):
-        TTTLayer(8, 2, Counting(), learner(), rule())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_labels_of_a_task_that_needs_more_than_a_token_are_as_wide_as_it_says() -> None:
-    class Squares(Reconstruction):
-        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-            super().build(dim, num_heads, head_dim)
-            self.input_dim = 2 * head_dim
-
-        def views(self, x: Tensor, state: Tensors, ctx: Context, projected: Any = None) -> tuple[Views, Tensors]:
-            assert x.shape[1] > 1
-            views, state = super().views(x, state, ctx)
-            k, q = (torch.cat([one, one.square()], -1) for one in (views.k, views.q))
-            return views._replace(k=k, q=q), state
-
-    layer = TTTLayer(8, 2, Squares(), ModuleLearner(nn.Linear(8, 4)), StateGated(2, step_gate="alignment"))
-    assert layer(torch.randn(1, 4, 8))[0].isfinite().all()

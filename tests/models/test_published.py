@@ -237,7 +237,7 @@ def test_files_that_cannot_be_read_cost_one_line(tmp_path: Path, told: Callable[
     (tmp_path / "half.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:9000])
     torch.save({"weight": torch.ones(3)}, tmp_path / "foreign.pt")
     torch.save({"model.embed_tokens.weight": Code()}, tmp_path / "code.pt")
-    torch.save(tensors | {"model.norm.weight": torch.full((64,), torch.nan)}, tmp_path / "whole/nan.pt")
+    torch.save(tensors | {"model.norm.weight": torch.full_like(tensors["model.norm.weight"], torch.nan)}, tmp_path / "whole/nan.pt")
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied/file").touch()
     (tmp_path / "broken").mkdir()

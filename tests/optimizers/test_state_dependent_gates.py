@@ -69,3 +69,13 @@ def test_fast_paths_refuse() -> None:
     online = Specimen(linear, task, lambda: Careful(4, "online")).make()
     assert online.plan.form == "dual" and "depend on the weights" in online.plan.reasons["solved"]
     assert online.optimizer.slots == ("commit", "weights") and online.optimizer.period == 4
+
+
+def test_gates_that_come_from_nowhere() -> None:
+    class Surprising(GradientDescent):
+        def gates_at(self, gates: Gates, committed: Committed) -> Gates:
+            return gates._replace(alpha=torch.full_like(gates.eta, 0.5))
+
+    layer = Specimen(Linear, task, lambda: Surprising(4)).make()
+    with pytest.raises(MetaTTTError, match=r"gates_at must return the gates that it was given, and alpha was not"):
+        layer(torch.zeros(1, 5, 8, dtype=torch.float64))
