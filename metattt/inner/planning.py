@@ -16,7 +16,7 @@ from metattt.functional import materialized
 from metattt.inner.checks import check_tokens
 from metattt.inner.parts import Parts
 from metattt.inner.plan import HOOKED, Kernel, Plan
-from metattt.inner.tokens import Tokens
+from metattt.inner.tokens import Tokens, check_views_of_data
 from metattt.inner.trial import check_alone, check_token_local, check_width, looks_ahead, unsupported
 from metattt.inner.verify import Function, other_function, other_loss, remembered
 from metattt.learners.base import Learner
@@ -28,6 +28,7 @@ from metattt.tasks.base import Task, Views, dot_product, squared_error
 
 T = TypeVar("T")
 
+ERASE = ("erase_key", "erase_direction")
 ASKED = ("auto", "primal", "dual", "summed", "fused")  #: of `layer.form`
 
 
@@ -49,7 +50,7 @@ def make_plan(
         MetaTTTError: as `choose_form` and `check_tokens`, or labels that a learner
             without weights cannot answer with.
     """
-    found = tried(lambda: gates_of(optimizer, dim, num_heads, d_in))
+    prepared, found = tried(lambda: prepared_gates(optimizer, dim, num_heads, d_in)) or (None, None)
     if optimizer.updates:
         settle(optimizer, num_heads, found)
     if outer != "exact" and not learner.has_weights:
@@ -64,6 +65,9 @@ def make_plan(
                 if given and name not in learner.gates:
                     off = getattr(optimizer, "data_gates", {}).get(name, "another optimizer")
                     raise MetaTTTError(f"{type(learner).__name__} does not use the {name} gate of its rule: set {off}")
+        made = _views(task, dim, 1)
+        if made is not None:
+            check_views_of_data(learner, made)
         if task.label_dim != head_dim:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are "
@@ -111,11 +115,9 @@ def make_plan(
     if isinstance(found, Gates):
         if hasattr(optimizer, "move"):
             tried(lambda: check_move(materialized(optimizer), learner.init.items(), found))
-        made = tried(
-            lambda: returned(task, "views", task.views(*_token(task, dim), _context(optimizer.mini_batch_size)), Views)
-        )
-        views = made[0] if made is not None else Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
-        check_tokens(Parts(task, learner, optimizer, plan), Tokens(views, found))
+        views = _views(task, dim, optimizer.mini_batch_size) or Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
+        own = {} if prepared is None else {n: x for n, x in prepared._asdict().items() if n in ERASE and x is not None}
+        check_tokens(Parts(task, learner, optimizer, plan), Tokens(views._replace(**own), found))
     return plan
 
 
@@ -150,8 +152,13 @@ def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...
     return found
 
 
-def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object:
-    """A rule's gates of one random token."""
+def _views(task: Task, dim: int, mini_batch_size: int) -> Views | None:
+    made = tried(lambda: returned(task, "views", task.views(*_token(task, dim), _context(mini_batch_size)), Views))
+    return None if made is None else made[0]
+
+
+def prepared_gates(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> tuple[Views | None, object]:
+    """A rule's gates of one random token, and what it makes of plain views."""
     rule = materialized(optimizer)
     x, state = _token(rule, dim)
     k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
@@ -163,7 +170,7 @@ def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> 
                 f"{type(rule).__name__}.gates returns {name}={gate}: a gate is None or a tensor, [B, H, T] or with "
                 "axes of length 1"
             )
-    return rule.prepare(Views(k, k, k), found, x, state, ctx)[1] if isinstance(found, Gates) else found
+    return rule.prepare(Views(k, k, k), found, x, state, ctx)[:2] if isinstance(found, Gates) else (None, found)
 
 
 def _token(part: nn.Module, dim: int) -> tuple[Tensor, Tensors]:

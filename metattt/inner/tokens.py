@@ -323,11 +323,8 @@ def fitted(
         raise MetaTTTError(
             "a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead"
         )
-    if keeps_data and (views.erase_key is not None or views.erase_direction is not None or k.ndim != 4):
-        raise MetaTTTError(
-            f"{type(learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
-            "a token could change: set learner=linear_map"
-        )
+    if keeps_data:
+        check_views_of_data(learner, views)
     if not isinstance(gates, DataGates if keeps_data else Gates):
         what = "with updates = False must return DataGates" if keeps_data else "that updates weights must return Gates"
         raise MetaTTTError(f"{type(rule).__name__}.gates returned {type(gates).__name__}: a rule {what}")
@@ -356,6 +353,15 @@ def fitted(
             gate = (gate if gate.ndim == 4 else gate.unsqueeze(-1)) * views.weight
         found[name] = gate.to(accum_dtype)
     return views, type(gates)(**found)  # type: ignore[return-value]
+
+
+def check_views_of_data(learner: Learner, views: Views) -> None:
+    """Raises an error for views that a learner without weights has no use for."""
+    if views.erase_key is not None or views.erase_direction is not None or views.k.ndim != 4:
+        raise MetaTTTError(
+            f"{type(learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
+            "a token could change: set learner=linear_map"
+        )
 
 
 def _expanded(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:

@@ -17,8 +17,10 @@ class DeltaGradientDescent(Momentum):
     descent of Nested Learning, arXiv 2512.24695, as public reproductions give it): with the squared loss of a linear
     learner, what is erased is 2k.
 
-    Args: see `Momentum`; the learner is linear and the gradient is taken token by token.
+    Args: see `Momentum`; the learner is linear, and `anchor` is `online` here.
     """
+
+    anchor = "online"
 
     def equations(self) -> list[str]:
         lines = super().equations()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelRidge, Linear
-from metattt.optimizers import Append, Gates, GradientDescent, KeyStep, Momentum
+from metattt.optimizers import Append, Gates, GradientDescent, KeyStep, Momentum, Preconditioned
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction, Views, WindowViews
 from metattt.testing import LAWS, Specimen
@@ -111,7 +111,7 @@ def test_long_decays_in_fp32(rate: float) -> None:
 
 
 def test_refusals() -> None:
-    """What cannot be computed is said when tokens come, in one line, and never left out."""
+    """What cannot be computed is said when a layer is built, in one line, and never left out; wrong shapes, when tokens come."""
     plain, two = Linear(**LINEAR), {"erase": False, "pairs": 2}
     hooked = Linear(**LINEAR)
     hooked.register_forward_hook(lambda *call: None)
@@ -127,10 +127,13 @@ def test_refusals() -> None:
         ("one after the other", Generalised(**two), Linear(**LINEAR), Momentum(1, "online")),
         ("no token steps", Generalised(**two), Linear(**LINEAR), GradientDescent(4, token_steps="shared")),
         ("no look-ahead", WindowViews(), Linear(**LINEAR), Momentum(1, "online", nesterov=True)),
+        ("need a linear learner", Reconstruction(), MLP(), Preconditioned()),  # the rule's own erase view
         ("keeps its data", Generalised(), KernelRidge(), Append()),
-        ("the view erase_key has shape", Narrow(), Linear(**LINEAR), online()),
+        ("keeps its data", Generalised(**two), KernelRidge(), Append()),
     ):
-        refusal(lambda parts=(task, learner, rule): TTTLayer(DIM, HEADS, *parts)(torch.randn(1, 5, DIM)), what, lines=1)
+        refusal(lambda parts=(task, learner, rule): TTTLayer(DIM, HEADS, *parts), what, lines=1)
+    narrow = TTTLayer(DIM, HEADS, Narrow(), Linear(**LINEAR), online())
+    refusal(lambda: narrow(torch.randn(1, 5, DIM)), "the view erase_key has shape", lines=1)
 
 
 class Narrow(Reconstruction):
