@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -130,10 +130,10 @@ class State(NamedTuple):
         """Detaches the state: gradients of later losses do not reach earlier tokens."""
         return self.map(Tensor.detach)
 
-    def select(self, index: Tensor) -> State:
+    def select(self, index: Tensor | Sequence[int]) -> State:
         """The states of the sequences `index` (to reorder beams or drop finished sequences): numbers, or True for those
         that stay, on any device."""
-        if index.dtype == torch.bool:  # as numbers, found once; flags for others are refused
+        if (index := torch.as_tensor(index)).dtype == torch.bool:  # as numbers; flags for others are refused
             index = torch.arange(count_sequences(self), device=index.device)[index.flatten()]
         return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 

@@ -205,10 +205,10 @@ def test_states_of_models_move_and_are_selected(name: str) -> None:
         assert [tensor.dtype for tensor in tensors_of(wide)] == wanted and torch.int64 in wanted
     for narrow in (torch.bfloat16, torch.int64):
         refusal(partial(state.to, narrow), "float32 or wider")
-    torch.testing.assert_close(model.step(ids[index, 5:], state.select(index))[0], expected[index])
+    torch.testing.assert_close(model.step(ids[index, 5:], state.select(index.tolist()))[0], expected[index])
     for wrong in ([True, False], [[0, 1], [1, 0]], [-1]):  # flags of two sequences of three; beams of each; a beam that has ended
         with pytest.raises(IndexError):
-            state.select(torch.tensor(wrong))
+            state.select(wrong)
 
 
 def test_states_of_other_layers_that_keep_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
@@ -174,7 +173,7 @@ class Followed:
 
     def _select(self, index: Tensor) -> None:
         for name, state in self.metattt_states.items():
-            self.metattt_states[name] = state.select(torch.as_tensor(index))
+            self.metattt_states[name] = state.select(index)
 
 
 def states_in(cache: Any) -> dict[str, Any]:

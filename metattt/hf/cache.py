@@ -104,7 +104,7 @@ class MetaTTTCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices`, in this order."""
         if self._state is not None:
-            self._state = self._state.select(torch.as_tensor(indices))
+            self._state = self._state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times, one after the other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class LanguageModelState(NamedTuple):
         """A state with `function` applied to every tensor."""
         return map_tensors(function, self)
 
-    def select(self, index: Tensor) -> LanguageModelState:
+    def select(self, index: Tensor | Sequence[int]) -> LanguageModelState:
         """The states of the sequences `index`, as `State.select`."""
         return State.select(self, index)  # type: ignore[arg-type, return-value]
 
