@@ -25,7 +25,7 @@ class MetaTTTCache(Cache):
         state: what was learned before, e.g. `LanguageModelState.load(...)`; it is copied, and stays as it is. None:
             nothing yet.
 
-    `model.generate(..., past_key_values=MetaTTTCache(state))` reads the prompt as what follows in the same document.
+    `model.generate(..., cache=MetaTTTCache(state))` reads the prompt as what follows in the same document.
     A token that was read cannot be taken back (`crop`): the state is no list of tokens.
     """
 
