@@ -161,7 +161,7 @@ class WindowData(Data, takes=("context_length", "batch_size", "seed", "num_worke
         """Raises an error for a split of `count` tokens that hold no window; `way` leads to more."""
         if count <= self.context_length:
             raise MetaTTTError(
-                f"the {name} text of {self.source} has {count} tokens, fewer than the {self.context_length + 1} of one "
+                f"split {name} of {self.source} has {count} tokens, fewer than the {self.context_length + 1} of one "
                 f"window: set data.context_length={max(1, count - 1)} or less, or {way}"
             )
 
