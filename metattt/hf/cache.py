@@ -37,6 +37,7 @@ class MetaTTTCache(Cache):
             )
         self._kept = None if state is None else state.map(torch.clone)
         self._seen = 0
+        self._hidden: Tensor | int = 0  # [B] of these columns were padding
         self._step: Step | None = None  # holds the state while there is one
         self._within: object = None
         self._alike = 0  # tokens that were read one by one within the same call of `generate`
@@ -61,10 +62,20 @@ class MetaTTTCache(Cache):
         """The state itself: the model may write over it, and hands the next one to `take`."""
         return self._state
 
-    def take(self, state: LanguageModelState, count: int) -> None:
-        """The state after another `count` columns of tokens."""
+    def take(self, state: LanguageModelState, count: int, mask: Tensor | None = None) -> None:
+        """The state after another `count` columns of tokens; False in `mask` `[B, count]` is padding."""
         self._state = state
         self._seen += count
+        if mask is not None:
+            self._hidden = self._hidden + (~mask).sum(1)
+
+    def check_mask(self, before: Tensor) -> None:
+        """Refuses a mask `[B, n]` of the columns that were read, if it hides what was read as a token."""
+        if self._seen and before.shape[1] == self._seen and ((before == 0).sum(1) > self._hidden).any():
+            raise MetaTTTError(
+                "attention_mask hides columns that the cache has read, as padding that a text of a batch reads after "
+                "its end: what was read cannot be taken back, so call without the cache, with all tokens"
+            )
 
     def advance(self, model: LanguageModel, token: Tensor, within: object) -> Tensor:
         """The logits `[B, V]` after another token `[B]`, by a step that is recorded once there have been some
@@ -105,15 +116,17 @@ class MetaTTTCache(Cache):
         """Keeps the sequences `indices`, in this order."""
         if self._state is not None:
             self._state = self._state.select(indices)
+            self._hidden = self._hidden if isinstance(self._hidden, int) else self._hidden[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times, one after the other."""
         if self._state is not None:
             self._state = self._state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+            self._hidden = self._hidden if isinstance(self._hidden, int) else self._hidden.repeat_interleave(repeats)
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._state, self._seen = None, 0
+        self._state, self._seen, self._hidden = None, 0, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused, but for 0 tokens: a token that a model has learned from cannot be taken back."""

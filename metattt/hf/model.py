@@ -161,12 +161,14 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         if one and cache is not None and cache.is_initialized and (within := GENERATING.get()) is not None:
             logits = cache.advance(self.model, input_ids[:, 0], within).unsqueeze(1)
         else:
+            if cache is not None and attention_mask is not None and input_ids.shape[1] > 1:  # a GPU would wait each time
+                cache.check_mask(attention_mask[:, : -input_ids.shape[1]])
             state, donate = None if cache is None else cache.give_up(), not torch.is_grad_enabled()
             first = document_starts(position_ids) if mask is None and position_ids is not None else None
             first = None if first is None else first.expand(input_ids.shape)
             logits, state = self.model.step(input_ids, state, mask, first, last_only=last_only, donate_state=donate)
             if cache is not None:
-                cache.take(state, input_ids.shape[1])
+                cache.take(state, input_ids.shape[1], mask)
         loss = None
         if labels is not None:
             following, size = _next(labels, mask), self.config.vocab_size
