@@ -58,10 +58,7 @@ def equations(layer: nn.Module) -> list[Section]:
 def text(sections: list[Section]) -> str:
     """The equations as plain text, titles in a column of their own."""
     width = max((len(one.title) for one in sections), default=0)
-    lines = []
-    for title, own in sections:
-        lines += [f"{'' if i else title:<{width}}  {line}" for i, line in enumerate(own)]
-    return "\n".join(lines)
+    return "\n".join(f"{'' if i else title:<{width}}  {line}" for title, own in sections for i, line in enumerate(own))
 
 
 def _of_layer(layer: TTTLayer, lender: Task | None = None) -> list[Section]:
@@ -344,11 +341,12 @@ def computed(layer: TTTLayer) -> list[str]:
     plan = layer.plan
     if layer.form == "scan":
         return ["form=scan: the learner answers from its data"]
-    line = f"form={layer.form}"
+    line, other = f"form={layer.form}", "solved as one triangular system" if plan.solved else "in the dual form"
     if plan.kernels:
         line += ", by the kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in plan.kernels)
-    if plan.solved:
-        line += ", elsewhere solved as one triangular system" if plan.kernels else ", solved as one triangular system"
+        line += f" where these take the sizes and types, else {other}"
+    elif plan.solved:
+        line += f", {other}"
     elif layer.optimizer.anchor == "online" and plan.form == "dual":
         line += f", token by token: {plan.reasons.get('solved', 'it is not solved')}"
     others = {name: why for name, why in plan.reasons.items() if name != "solved"}

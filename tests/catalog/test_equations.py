@@ -96,11 +96,11 @@ def test_what_the_settings_say(layer: str, overrides: list[str], expected: list[
 
 
 def test_only_the_gates_that_are_there() -> None:
-    said = "\n".join(lines("delta_net"))
+    said = "\n".join(found := lines("delta_net"))
     assert not any(symbol in said for symbol in ("α", "β", "κ", "S_", "M_t", "W_a", "τ"))
     assert "ℓ" not in "\n".join(lines("attention"))  # no loss is taken
     assert "form=dual, solved as one triangular system" in lines("delta_net", "layer.form=dual")
-    assert any(line.endswith("(cuda), elsewhere solved as one triangular system") for line in lines("delta_net"))
+    assert any(line.endswith("(cuda) where these take the sizes and types, else solved as one triangular system") for line in found)
     assert any(line.startswith("form=dual, token by token: ") for line in lines("delta_net", "task.loss=huber"))
 
 
