@@ -235,11 +235,11 @@ def _files(console: Console, trainer: Trainer, folder: Path) -> None:
     """Where the results are."""
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         console.print(f"checkpoint  {path_of(folder, trainer.global_step)}")
-    saving = callback_of(trainer, Checkpoints)
-    if saving is not None and saving.best_step is not None:
-        best = path_of(folder, saving.best_step)
-        place = best if best.exists() else f"step {saving.best_step} of the run that this one began from"
-        console.print(f"best        {place}  ({saving.best} {saving.best_value:.4f})")
+        saving = callback_of(trainer, Checkpoints)
+        if saving is not None and saving.best_step is not None:
+            best = path_of(folder, saving.best_step)
+            place = best if best.exists() else f"step {saving.best_step} of the run that this one began from"
+            console.print(f"best        {place}  ({saving.best} {saving.best_value:.4f})")
     for logger in trainer.loggers:
         places = [getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name")]
         for place in [one for one in places if one and isinstance(one, str | Path)][:1]:  # fast_dev_run has none

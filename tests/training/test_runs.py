@@ -352,9 +352,10 @@ def test_files_of_two_runs_stand_apart(corpus: Path, tmp_path: Path) -> None:
     assert (tmp_path / "log.csv").read_text().endswith("1,2.0\n")
 
 
-def test_what_is_tried_first_and_what_ends_by_time_is_trained_by_the_next_job(corpus: Path, tmp_path: Path) -> None:
+def test_a_trial_and_what_ends_by_time_go_on(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = partial(eight, corpus, tmp_path / "run", "resume=auto", "trainer.val_check_interval=00:01:00:00")
     assert train(command("+trainer.fast_dev_run=true")) == 0 and steps(tmp_path / "run") == []
+    assert "\nbest " not in capsys.readouterr().out  # it is no run, and has no checkpoint
     with pytest.MonkeyPatch.context() as patch:
         after_step(patch, 4, lambda trainer, _: setattr(timer_of(trainer), "_offset", 60.0))
         assert train(command("+trainer.max_time=00:00:01:00")) == 0 and steps(tmp_path / "run")[0] == 4
