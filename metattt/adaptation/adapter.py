@@ -83,7 +83,7 @@ class Adapter:
     threads may `score` and `generate` at once.
 
     ```
-    adapter = Adapter(model, fast="lora", rule=Adam(base_lr=1e-3, mini_batch_size=64))
+    adapter = Adapter(model, fast="lora", rule=Adam(base_lr=1e-3, eps=1e-11, mini_batch_size=64))
     score = adapter.read(ids)           # scores a mini-batch, then learns it, and so on
     nats = adapter.score(more).nats     # scores without learning
     ids = adapter.generate(prompt, max_new_tokens=100)
