@@ -110,10 +110,11 @@ class BlockRule(StepSize):
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
         moved = self.move(memory | begun, alpha, beta)
-        if {"commit", *self.own_slots}.difference(moved):  # a slot that is left out only now and then would be zero
+        # a slot that is left out only now and then would be zero; `update`, handed on, would be added once more
+        if {"commit", *self.own_slots}.symmetric_difference(moved):
             raise MetaTTTError(
-                f"{type(self).__name__}.move returns {list(moved)}: it must return {['commit', *self.own_slots]}, each "
-                "with a tensor for every weight"
+                f"{type(self).__name__}.move returns {[*moved]}: it must return {['commit', *self.own_slots]} and no "
+                "other slot, each with a tensor for every weight"
             )
         return kept | moved
 

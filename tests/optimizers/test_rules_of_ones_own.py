@@ -424,8 +424,8 @@ def test_what_is_handed_on_is_checked(part: Callable[[], Any], told: str) -> Non
     refusal(build, match=told)
 
 
-def test_a_slot_that_is_left_out_later_is_told() -> None:
-    """It forgets in a later mini-batch, which building does not see."""
+def test_a_slot_that_is_left_out_later_or_handed_on_is_told() -> None:
+    """It forgets in a later mini-batch, which building does not see; with `update` handed on, sums would count twice."""
 
     def move(memory: Any) -> Any:
         more = {"squares": {name: x + 1 for name, x in memory["squares"].items()}}
@@ -433,3 +433,5 @@ def test_a_slot_that_is_left_out_later_is_told() -> None:
 
     layer = TTTLayer(8, 2, task(), Linear(), slots(move))
     refusal(lambda: layer(torch.randn(1, 12, 8)), "Mine.move returns ['commit']: it must return ['commit', 'squares']")
+    layer = TTTLayer(8, 2, task(), Linear(), slots(lambda memory: memory | {"commit": memory["commit"]}))
+    refusal(lambda: layer(torch.randn(1, 12, 8)), "'update', 'squares']: it must return ['commit', 'squares'] and no other")
