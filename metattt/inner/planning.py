@@ -143,11 +143,12 @@ def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...
     Raises:
         WrongReturn: it is no such pair.
     """
-    if type(found) is not tuple or len(found) != 2 or not hasattr(found[0], "_fields"):
-        name = type(found).__name__
+    pair = type(found) is tuple and len(found) == 2 and hasattr(found[0], "_fields")
+    if not pair or not isinstance(found[1], dict) or not all(isinstance(x, Tensor) for x in found[1].values()):
+        name = f"the state {found[1]}" if pair else f"a {type(found).__name__}"
         raise WrongReturn(
-            f"{type(part).__name__}.{method} returns a {name}: it must return ({kind.__name__}, state), with the state "
-            "that it was given if the next call needs nothing"
+            f"{type(part).__name__}.{method} returns {name}: it must return ({kind.__name__}, state), the state a "
+            "dictionary of tensors, and the one that it was given if the next call needs nothing"
         )
     return found
 

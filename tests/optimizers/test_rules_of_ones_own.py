@@ -398,6 +398,7 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, a
         r"Mine\.forward returns \[1, 2, 4, 1\] for tokens \[1, 2, 4, 4\]: expected \[1, 2, 4, 4\]",
     ),
     (lambda: plainly(GradientDescent, "gates", lambda found: found[0])(4), r"Mine\.gates returns a Gates: it must return \(Gates, state\)"),
+    (lambda: plainly(GradientDescent, "gates", lambda found: (found[0], {"seen": 1}))(4), "gates returns the state {'seen': 1}: it must"),
     (lambda: plainly(Reconstruction, "views", lambda found: ((*found[0],), found[1]))(), "views returns a tuple: it must return .Views, "),
     (lambda: learner(lambda i, o: {"w": Weight(o)}), r"Mine\.weights gives 'w' the shape 4: write Weight\(\(4,\)\)"),
     (lambda: learner(lambda i, o: {"w": torch.zeros(i, o)}), "returns {'w': 'Tensor'}: it must return a Weight by name"),
