@@ -411,6 +411,7 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [  # a rule, a learner or a task, a
         "Mine counts tokens by the gate kappa, and gives none",
     ),
     (lambda: plainly(Reconstruction, "loss", lambda loss: loss.cumsum(-1))(), "loss lets tokens see each other"),
+    (lambda: plainly(Reconstruction, "loss", torch.Tensor.detach)(), r"Mine\.loss returned \[1, 2, 4\] .* with a derivative by the prediction"),
 ]
 
 
