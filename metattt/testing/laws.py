@@ -157,6 +157,8 @@ def limits(spec: Specimen) -> float:
         raise NotApplicable("the rule has no mini-batches")
     if rule.steps > 1 and rule.read != "final":
         raise NotApplicable(f"optimizer.steps={rule.steps} is defined for mini-batch anchors only")
+    if layer.learner.mixes_tokens and rule.read in ("inclusive", "exclusive"):
+        raise NotApplicable("weights per token of tokens that mix are defined for mini-batch anchors only")
     if rule.gradient_at == "decayed":
         raise NotApplicable("optimizer.gradient_at=decayed is defined for online anchors only")
     x = spec.tokens()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metattt.composition.compose import compose
-from metattt.learners import MLP, FastWeights, Learner, Weight
+from metattt.learners import MLP, Convolution, FastWeights, Learner, Weight
 from metattt.optimizers import BlockMomentum, Coefficients, Gates, GradientDescent, InnerOptimizer
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction, Task, Views
@@ -269,14 +269,15 @@ def test_a_broken_component_fails_its_class() -> None:
         Broken().test_causality()
 
 
-@pytest.mark.parametrize(("law", "optimizer", "reason"), [
+@pytest.mark.parametrize(("law", "part", "reason"), [
     ("splits", lambda: GradientDescent(4, read="block"), "read=block shows a query tokens"),
     ("causality", lambda: GradientDescent(4, read="final"), "read=final is not causal"),
     ("limits", lambda: GradientDescent(4, read="previous", steps=2), "steps=2"),
+    ("limits", lambda: Convolution(over="tokens"), "tokens that mix"),
 ])  # fmt: skip
-def test_laws_that_do_not_apply_say_why(law: str, optimizer: Callable[[], InnerOptimizer], reason: str) -> None:
+def test_laws_that_do_not_apply_say_why(law: str, part: Callable[[], Any], reason: str) -> None:
     with pytest.raises(NotApplicable, match=reason):
-        LAWS[law].judge(specimen(optimizer))
+        LAWS[law].judge(specimen(part))
 
 
 SMALL = ("dim=8", "num_heads=2", "optimizer.mini_batch_size=3")
