@@ -188,7 +188,8 @@ def _update(layer: TTTLayer, lender: Task | None) -> list[str]:
     if any(
         getattr(type(rule), one) is not getattr(InnerOptimizer, one) for one in ("coefficients", "commit", "current")
     ):
-        return [*said, *at, f"W_t: what {name}.coefficients and .commit make of it"]
+        own = "move" if hasattr(rule, "move") else "coefficients and .commit"
+        return [*said, *at, f"W_t: made of these by {name}.{own}"]
     more = [f"the gate `{one}` is applied as {name} has it" for one in seen.unknown]
     if not _own(rule, InnerOptimizer):
         changed = [

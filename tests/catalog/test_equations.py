@@ -204,6 +204,8 @@ def test_parts_that_say_nothing() -> None:
         assert line in found
     block = lines(TTTLayer(16, 2, Absolute(), Cubic(), Doubled()))
     assert "W_j = Doubled.move(W_{j−1}, U_j)" in block and "Doubled: Twice the gradient." in block
+    gated = type("Gated", (Doubled,), {"gates": lambda self, *given: Doubled.gates(self, *given)})
+    assert "W_t: made of these by Gated.move" in lines(TTTLayer(16, 2, Absolute(), Cubic(), gated()))
     assert "U_j = −Σ_s η_s G_s, s over the 4 tokens of mini-batch j" in block
     reasons = TTTLayer(16, 2, Reconstruction(), MLP(), Doubled()).plan.reasons
     assert reasons["ttt_mlp.native"] == "Doubled acts once per mini-batch"
