@@ -84,12 +84,10 @@ def _of_two(layer: Combined) -> list[Section]:
     of_second = equations(second) if layer.out is None else _of_layer(second, first.task)
     parts = [Section(f"first.{one.title}", one.lines) for one in equations(first)]
     parts += [Section(f"second.{one.title}", one.lines) for one in of_second]
-    if layer.how == "serial":
-        return [*parts, Section("output", ["y = second(first(x))"])]
-    if layer.how == "gate":
-        return [*parts, Section("output", ["y_t = RMSNorm(first(x)_t) ∘ σ(RMSNorm(second(x)_t))"])]
     if layer.out is None:
-        return [*parts, Section("output", ["y_t = first(x)_t + second(x)_t"])]
+        gate = "y_t = RMSNorm(first(x)_t) ∘ σ(RMSNorm(second(x)_t))"
+        y = {"serial": "y = second(first(x))", "gate": gate, "sum": "y_t = first(x)_t + second(x)_t"}[layer.how]
+        return [*parts, Section("output", [y])]
     answer = "second(x)_t"
     if layer.head_norm is not None:
         answer = f"RMSNorm({answer})"
@@ -185,18 +183,16 @@ def _update(layer: TTTLayer, lender: Task | None) -> list[str]:
         if "G_s" in said[first]:
             at = [line.replace("_t", "_s") for line in at]
         return [*said[:first], *at, *said[first:], *_pairs(layer.task, seen), *_several(rule)]
-    if any(
-        getattr(type(rule), one) is not getattr(InnerOptimizer, one) for one in ("coefficients", "commit", "current")
-    ):
+    changed = [
+        one
+        for one in ("coefficients", "commit", "current", "prepare", "gates_at")
+        if getattr(type(rule), one, None) is not getattr(InnerOptimizer, one, None)
+    ]
+    if {"coefficients", "commit", "current"}.intersection(changed):
         own = "move" if hasattr(rule, "move") else "coefficients and .commit"
         return [*said, *at, f"W_t: made of these by {name}.{own}"]
     more = [f"the gate `{one}` is applied as {name} has it" for one in seen.unknown]
     if not _own(rule, InnerOptimizer):
-        changed = [
-            one
-            for one in ("prepare", "gates_at")
-            if getattr(type(rule), one, None) is not getattr(InnerOptimizer, one, None)
-        ]
         more += [f"with what {name}.{one} makes of them" for one in changed]
     return [*said, *more, *at, *_recurrence(rule, seen.gates, gradient), *_pairs(layer.task, seen), *_several(rule)]
 

@@ -152,8 +152,7 @@ class Forgetful(InnerOptimizer):
 class Doubled(BlockRule):
     """Twice the gradient."""
 
-    def __init__(self) -> None:
-        super().__init__(mini_batch_size=4)
+    mini_batch_size = 4
 
     def move(self, memory: Any, alpha: Any, beta: Any) -> Any:
         return {"commit": {name: x + 2 * memory["update"][name] for name, x in memory["commit"].items()}}
