@@ -110,8 +110,7 @@ class BlockRule(StepSize):
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
         moved = self.move(memory | begun, alpha, beta)
-        # a slot that is left out only now and then would be zero; `update`, handed on, would be added once more
-        if {"commit", *self.own_slots}.symmetric_difference(moved):
+        if {"commit", *self.own_slots}.symmetric_difference(moved):  # one left out would be 0, `update` added twice
             raise MetaTTTError(
                 f"{type(self).__name__}.move returns {[*moved]}: it must return {['commit', *self.own_slots]} and no "
                 "other slot, each with a tensor for every weight"
