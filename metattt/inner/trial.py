@@ -115,9 +115,9 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
         y = learner.predict(FastWeights(fast, slow, k.dtype), k)
         losses = task.loss(y, v)
         if not isinstance(losses, Tensor) or losses.shape != k.shape[:-1] or not losses.requires_grad:
-            found = [*losses.shape] if isinstance(losses, Tensor) else losses
+            given = [*losses.shape] if isinstance(losses, Tensor) else losses
             raise MetaTTTError(
-                f"{type(task).__name__}.loss returned {found} for tokens {[*k.shape[:-1]]}: expected one a token, with "
+                f"{type(task).__name__}.loss returned {given} for tokens {[*k.shape[:-1]]}: expected one a token, with "
                 "a derivative by the prediction"
             )
         name = type(learner).__name__
