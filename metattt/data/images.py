@@ -129,7 +129,7 @@ class CheckedImages(Dataset[tuple[Any, int]]):
     Args:
         dataset: timm's dataset with a reader, or torchvision's, of pairs (image, label).
         mode: PIL's name of the colours: `RGB`, `L`.
-        corrupt: `error`, or `skip` to take the next image instead, with a warning.
+        corrupt: `error`, or `skip` to take the next image instead, with a warning, and without a label in evaluation.
         labels: label of the data set -> number of the class, where they differ.
         seed: of the augmentation.
     """
@@ -144,13 +144,13 @@ class CheckedImages(Dataset[tuple[Any, int]]):
 
     def __getitem__(self, index: int | tuple[int, int]) -> tuple[Any, int]:
         number, place = index if isinstance(index, tuple) else (index, None)
-        image, label = self._read(max(0, number))
+        found, image, label = self._read(max(0, number))
         if self.transform is not None:
             with nullcontext() if place is None else _random_numbers(self.seed, place):
                 image = self.transform(image)
-        return image, label if number >= 0 else NO_LABEL
+        return image, label if place is not None or found == number else NO_LABEL  # each is evaluated once
 
-    def _read(self, index: int) -> tuple[Image.Image, int]:
+    def _read(self, index: int) -> tuple[int, Image.Image, int]:
         for attempt in range(len(self)):
             place = (index + attempt) % len(self)
             try:
@@ -159,7 +159,7 @@ class CheckedImages(Dataset[tuple[Any, int]]):
                 else:
                     file, label, *_ = self.reader[place]
                     image = need("PIL.Image", extra="images", what="reading images").open(file)
-                return in_colours(image, self.mode), self.labels.get(int(label), int(label))
+                return place, in_colours(image, self.mode), self.labels.get(int(label), int(label))
             except Exception as error:  # each format's decoder has errors of its own
                 message = f"the image {self._name(place)} cannot be read ({first_line(error)})"
                 if self.corrupt == "error":
@@ -220,8 +220,9 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         min_area: smallest share of the area that a random crop takes.
         flip: flip half of the training images.
         augment: timm's name of an augmentation, `rand-m10-n2-p1` for RandAugment(2, 10); None for none.
-        corrupt: a file that cannot be read is an `error`, or `skip` takes the next image with a warning. Grey of 32
-            bits or floating point is such a file; 16 bits are scaled to 8. (Streams are up to timm.)
+        corrupt: a file that cannot be read is an `error`, or `skip` warns: training takes the next image, validation
+            leaves it out. Grey of 32 bits or floating point is such a file; 16 bits are scaled to 8. (Streams are up
+            to timm.)
         seed: of the order of the images.
 
     Raises:
