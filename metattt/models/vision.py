@@ -132,10 +132,10 @@ class ImageTransformer(VisionTransformer):
                 part.rope_columns = self.patch_embed.grid_size[1]
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        if self.pos_embed is None:  # computed, not kept: a buffer would have no values after `to_empty`
-            height, width = self.patch_embed.grid_size
-            x = x + sincos2d(height, width, self.embed_dim, x.device).to(self.patch_embed.proj.weight.dtype)
-        return super()._pos_embed(x)
+        if self.pos_embed is not None:
+            return super()._pos_embed(x)
+        height, width = self.patch_embed.grid_size  # computed, not kept: a buffer has no values after `to_empty`
+        return x + sincos2d(height, width, self.embed_dim, x.device).to(self.patch_embed.proj.weight.dtype)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head: a tanh layer, then logits that start at zero. Fewer than one class: features only."""

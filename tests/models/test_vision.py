@@ -100,6 +100,7 @@ def test_what_timm_does_with_a_model() -> None:
     model = timm.create_model("vit_tiny_patch16_mttt_mlp", img_size=32, depth=2)
     about = timm.data.resolve_model_data_config(model)
     assert about["mean"] == (0.5, 0.5, 0.5) and about.items() >= ImageData.evaluation.items()
+    assert model(torch.zeros(0, 3, 32, 32)).shape == (0, 1000)  # no crops of a detector
     digits = timm.create_model("vit_digits_pixel_mttt_mlp")
     assert timm.data.resolve_model_data_config(digits).items() >= DigitsData.evaluation.items()
     refusal(lambda: timm.create_model("vit_tiny_patch16_mttt_mlp", pretrained=True), "no pretrained weights")
