@@ -64,10 +64,6 @@ def ready(data: ImageData) -> ImageData:
     return data
 
 
-def refused(folder: Path, *words: str, **options: object) -> None:
-    refusal(lambda: ready(small(folder, **options)), *words)
-
-
 def shades(images: Tensor) -> list[int]:
     """Which images of `folder` a batch holds."""
     return [round(((value + 1) * 127.5 / 10).item()) for value in images.mean((1, 2, 3))]
@@ -365,11 +361,12 @@ def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 def test_a_split_is_never_the_whole_folder(dataset: str, folder: Path, tmp_path: Path) -> None:
-    message = "has no folder vall (it has train, validation): "
-    refused(folder, message, "validation_split=", dataset=dataset, validation_split="vall")
+    misspelt = small(folder, dataset=dataset, validation_split="vall")
+    refusal(misspelt.setup, "has no folder vall (it has train, validation): ", "validation_split=")
     train, held_out = folder / "train", folder / "validation"
     for given in ({}, {"validation_path": str(train)}):
-        refused(train, "has no folder train (it has cat, dog): ", " data.validation_path=", dataset=dataset, **given)
+        data = small(train, dataset=dataset, **given)
+        refusal(data.setup, "has no folder train (it has cat, dog): ", " data.validation_path=")
     data = ready(small(train, dataset=dataset, validation_path=str(held_out)))  # the folders of the classes themselves
     assert "10 images to train, 10 to validate" in data.describe()
     held_out.rename(folder / "held_out")
