@@ -115,7 +115,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     _print(console, predictions)
     if skipped:
-        console.print(f"skipped  {skipped} files that cannot be read")
+        console.print(f"skipped  {skipped} of {len(files)} files: not readable")
     with report(folder, "predictions", console) as made:
         columns = ["picture", *(f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))]
         written = ([one.name, *chain(*zip(one.classes, one.probabilities, strict=True))] for one in predictions)

@@ -195,7 +195,7 @@ def test_one_picture_several_kinds_and_one_that_cannot_be_read(
     others = predicted(*given, "corrupt=skip")
     assert [one.name for one in others] == ["16.png", "8.gif", "good [bold].png", "link/linked.png"]
     assert all(one.probabilities == others[0].probabilities for one in others)
-    assert "good [bold].png" in (said := capsys.readouterr().out) and "skipped  1 files" in said
+    assert "good [bold].png" in (said := capsys.readouterr().out) and "skipped  1 of 5 files" in said
 
 
 def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None:
