@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
+from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
 from metattt.learners.depthwise import Depthwise
 from metattt.models.block import check_blocks, check_function
 from metattt.optional import need
@@ -88,7 +88,6 @@ class ImageTransformer(VisionTransformer):
             check_integer(f"model.{name}", size, least=0 if name == "num_classes" else 1)
         check_number("model.mlp_ratio", mlp_ratio, above=0)
         check_number("model.drop_path_rate", drop_path_rate, least=0, below=1)
-        check_flag("model.checkpoint", checkpoint)
         check_function("layer", layer)
         if img_size % patch_size:
             raise MetaTTTError(f"model.patch_size={patch_size} does not divide model.img_size={img_size}")
