@@ -200,7 +200,7 @@ def _trainer(cfg: DictConfig, done: int) -> Trainer:
     if cfg.compile == "auto":
         callbacks.append(CompileWherePays())
     loggers = [_entry(cfg, "logger", name, Logger, done) for name in cfg.get("logger") or {}]
-    settings = processes(cfg.trainer)
+    settings = {"default_root_dir": cfg.trainer.get("default_root_dir") or cfg.output_dir, **processes(cfg.trainer)}
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
         settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
     if "enable_progress_bar" not in cfg.trainer:  # the same

@@ -89,10 +89,11 @@ def test_wandb_offline_and_mlflow(here: Path, monkeypatch: pytest.MonkeyPatch) -
     assert run.data.params["dim"] == "8" and run.info.run_name == "linear_attention" and run.info.status == "FINISHED"
 
 
-def test_a_profiler_writes_to_the_folder_of_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *SETTINGS, "trainer.max_steps=2", "trainer.profiler=simple"]) == 0
+def test_parts_of_lightning_write_to_the_folder_of_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saving = "+callbacks.mine._target_=lightning.pytorch.callbacks.ModelCheckpoint"
+    assert main(["train", *SETTINGS, "trainer.max_steps=2", "trainer.profiler=simple", saving]) == 0
     assert "profile     run/fit-profile.txt" in capsys.readouterr().out
-    assert "run_training_batch" in Path("run/fit-profile.txt").read_text()
+    assert "run_training_batch" in Path("run/fit-profile.txt").read_text() and [*Path("run").rglob("*.ckpt")]
     assert main(["train", *SETTINGS, "output_dir=other", "trainer.profiler=nobody"]) == 2
     assert "advanced" in (said := capsys.readouterr().err) and "Traceback" not in said
 
