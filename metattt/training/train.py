@@ -201,10 +201,9 @@ def _trainer(cfg: DictConfig, done: int) -> Trainer:
         callbacks.append(CompileWherePays())
     loggers = [_entry(cfg, "logger", name, Logger, done) for name in cfg.get("logger") or {}]
     settings = {"default_root_dir": cfg.trainer.get("default_root_dir") or cfg.output_dir, **processes(cfg.trainer)}
-    if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
-        settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    if "enable_progress_bar" not in cfg.trainer:  # the same
-        settings["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    for key, kind in (("enable_checkpointing", Checkpoint), ("enable_progress_bar", ProgressBar)):
+        if key not in cfg.trainer:  # else Lightning adds one of its own
+            settings[key] = any(isinstance(callback, kind) for callback in callbacks)
     if cfg.trainer.get("accelerator") == "auto" and MPSAccelerator.is_available():
         settings["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are added up
     if (profiler := cfg.trainer.get("profiler")) in PROFILERS:
