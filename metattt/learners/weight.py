@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,7 +71,7 @@ def chosen(weights: Mapping[str, Weight], trainable: object, kind: str) -> dict[
         MetaTTTError: not a list of names of weights.
     """
     known = ", ".join(weights)
-    if not isinstance(trainable, list | tuple) or not all(isinstance(name, str) for name in trainable):
+    if isinstance(trainable, str) or not isinstance(trainable, Sequence) or any(type(n) is not str for n in trainable):
         raise MetaTTTError(f"learner.trainable={trainable} is not allowed: it must be a list of {known}, or null")
     if not trainable:
         raise MetaTTTError(

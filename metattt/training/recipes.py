@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,7 @@ class AdamW(Declared):
 
 def two(betas: Any) -> tuple[float, float]:
     """The decays of the first and the second moment; optimizers would take more numbers, and use two of them."""
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or len(betas) != 2:
         raise MetaTTTError(f"training.betas={betas} is not allowed: give two numbers, training.betas=[0.9,0.95]")
     for place, beta in enumerate(betas):
         check_number(f"training.betas[{place}]", beta, least=0, below=1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compositions_for_tests import remembering
 from hydra.errors import HydraException
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from refusals_for_tests import refusal
@@ -31,6 +32,7 @@ def test_layers_choose_the_parts_and_overrides_win() -> None:
     assert compose("experiment=null") == compose("experiment=stdlib", "experiment=null") == compose()
     assert compose(*(again := compose("preset=125m", "preset=null")).given) == again and again.training == compose().training
     assert compose("preset=125m", "recipe=null").training == compose("preset=125m", "~recipe").training == compose("~preset").training
+    assert instantiate((cfg := compose("learner.trainable=[w1]")).layer) and instantiate(cfg.training)  # with Hydra's own lists
     assert compose("layer=mamba", "dim=9").dim == compose("model.blocks=[mamba]", "dim=9").dim == 9  # it has no heads
     assert compose().name == "ttt_linear" and compose("experiment=digits_pixel").name == "mttt_mlp"
     assert "name" not in compose(job="build")
