@@ -165,14 +165,18 @@ def test_rounding_inside_is_no_fault_and_hides_none() -> None:
     assert [title for title, found in examine(Subject(partial(Rounding, "split"), DIM)) if found.failed] == [SPLITS]
 
 
-def test_a_parameter_that_is_read_in_float32_is_no_fault() -> None:
+@pytest.mark.parametrize("share", [1, 1e-3])  # the rounding of a small share is not seen in the outputs
+def test_a_parameter_that_is_read_in_float32_is_no_fault(share: float) -> None:
     class Scaled(Decay):
+        def __init__(self, fault: str = "") -> None:
+            super().__init__(fault)
+            self.scale = nn.Parameter(torch.full((DIM,), 2.3456))
+
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x)[0] * self.w.bias.float()
+            return super().forward(x)[0] + share * x * self.scale.float()
 
     found = dict(examine(Subject(Scaled, DIM)))[DERIVATIVES]
     assert not found.failed and "rounding" in found.note
-    assert dict(examine(Subject(partial(Decay, "gradient"), DIM)))[DERIVATIVES].failed
     assert dict(examine(Subject(partial(Scaled, "gradient"), DIM)))[DERIVATIVES].failed  # of another parameter
 
 
