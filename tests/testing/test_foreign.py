@@ -32,6 +32,8 @@ class Decay(nn.Module):
         self.calls = 0
         if fault == "zero":
             nn.init.zeros_(self.v.weight)
+        if fault == "factor":
+            self.w.weight.register_hook(lambda gradient: 1.00005 * gradient)
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, mask: Tensor | None = None, reset: Tensor | None = None
@@ -118,6 +120,7 @@ FAULTS = {  # the law that each is about, and those that may break with it
     "batch": ("alone = in a batch", PACKED, PADDING),
     "training": ("the same call gives the same",),
     "gradient": (DERIVATIVES, SPLITS),
+    "factor": (DERIVATIVES,),
     "chunk": (DERIVATIVES, SPLITS, PACKED, PADDING),
     "first": ("the same call gives the same",),
     "zero": (FUTURE, SPLITS, PACKED, PADDING),
