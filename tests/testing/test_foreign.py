@@ -77,6 +77,8 @@ class Decay(nn.Module):
             if reset is not None and self.fault != "reset":
                 s = torch.where(reset[:, t, None], 0, s)
             after = a * (s.detach() if self.fault == "chunk" and t == 16 else s) + read[:, t]
+            if self.fault == "narrow":
+                after = after.bfloat16().to(after.dtype)
             decayed = a * s if self.fault == "pad decays" else s
             s = torch.where(keep > 0, after, decayed)
             outputs.append(self.v(s))
@@ -127,7 +129,7 @@ FAULTS = {  # the law that each is about, and those that may break with it
     **dict.fromkeys(("reset", "pieces", "both", "even", "kept"), (PACKED,)),
     **dict.fromkeys(("rows", "pad decays", "odd", "normed", "counts"), (PADDING, PACKED)),
     "stopped": (PADDING,),
-    "type": ("float32 = float64",),
+    **dict.fromkeys(("type", "narrow"), ("float32 = float64", DERIVATIVES)),
 }
 
 
