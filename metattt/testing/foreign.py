@@ -288,15 +288,13 @@ def _rounds(subject: Subject, leaves: Sequence[Tensor] = ()) -> bool:
     x = subject.tokens()
     moved, outputs = leaves or [x], []
     kept = [one.clone() for one in moved]
-    try:
-        for count in range(3):
-            generator = torch.Generator().manual_seed(5)
-            for one, start in zip(moved, kept, strict=True):
-                one.copy_(start + 1e-7 * count * torch.randn(one.shape, generator=generator, dtype=one.dtype))
-            outputs.append(subject(x)[0].double())
-    finally:
+    for count in range(3):
+        generator = torch.Generator().manual_seed(5)
         for one, start in zip(moved, kept, strict=True):
-            one.copy_(start)
+            one.copy_(start + 1e-7 * count * torch.randn(one.shape, generator=generator, dtype=one.dtype))
+        outputs.append(subject(x)[0].double())
+    for one, start in zip(moved, kept, strict=True):
+        one.copy_(start)
     bent = distance(outputs[0] + outputs[2], 2 * outputs[1])
     # rounding of a leaf may be small beside the outputs, but not beside what the step does to them
     return bent > (max(1e-13, 1e-3 * distance(outputs[2], outputs[0])) if leaves else EXACT)

@@ -218,18 +218,16 @@ def difference_error(outputs: Callable[[], Tensor], leaves: Sequence[Tensor], gr
         direction /= direction.norm()
         claimed, scale = float((gradient * direction).sum()), max(gradient.norm().item(), 1e-3 * largest, 1e-30)
         error = math.inf
-        try:
-            for step in STEPS:  # the best one counts: how far a function is nearly straight is not known
-                sums = []
-                for sign in (1, -1):
-                    leaf.copy_(start + sign * step * direction)
-                    y = outputs()
-                    sums.append(float((y * cotangent(y)).sum()))
-                error = min(error, abs((sums[0] - sums[1]) / (2 * step) - claimed) / scale)
-                if error <= AGREES:
-                    break
-        finally:
-            leaf.copy_(start)
+        for step in STEPS:  # the best one counts: how far a function is nearly straight is not known
+            sums = []
+            for sign in (1, -1):
+                leaf.copy_(start + sign * step * direction)
+                y = outputs()
+                sums.append(float((y * cotangent(y)).sum()))
+            error = min(error, abs((sums[0] - sums[1]) / (2 * step) - claimed) / scale)
+            if error <= AGREES:
+                break
+        leaf.copy_(start)
         worst = max(worst, error)
     return worst
 
