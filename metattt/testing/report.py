@@ -84,7 +84,7 @@ def _of_module(cfg: DictConfig, console: Console) -> Iterator[tuple[str, Found]]
             f"module={cfg.module}: {error}; give the import path of a class or function without arguments that makes a "
             "torch.nn.Module, module=package.file:name"
         ) from error
-    console.print(f"[bold]{type(subject.module).__name__}[/], dim={cfg.dim}; float64 where no type is given")
+    console.print(f"[bold]{escape(cfg.module)}[/], dim={cfg.dim}; float64 where no type is given")
     yield from examine(subject)
 
 
