@@ -302,7 +302,7 @@ def _rounds(subject: Subject, leaves: Sequence[Tensor] = ()) -> bool:
 
 def _judge(law: Callable[[Subject], float], subject: Subject, bound: float) -> Found:
     error = law(subject)
-    return Found(error, bound, "", not error <= bound)
+    return Found(error, bound, "" if error <= bound else f"expected: {law.__doc__}", not error <= bound)
 
 
 def _needs(offered: bool, name: str) -> None:

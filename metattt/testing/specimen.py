@@ -34,7 +34,7 @@ class Found(NamedTuple):
     Attributes:
         error: worst relative error; None where the law does not apply, or the module raised an exception.
         bound: of the error.
-        note: why it does not apply, the exception, or what explains a bound that is wider than usual.
+        note: why it does not apply, the exception, what is broken, or why a bound is wider than usual.
         failed: whether the law is broken.
     """
 

@@ -136,8 +136,8 @@ FAULTS = {  # the law that each is about, and those that may break with it
 def test_a_planted_fault_breaks_its_law(fault: str) -> None:
     # (pieces of several lengths would show these)
     kind = Stateless if fault in ("odd", "even", "zero", "counts") else Decay
-    broken = {title for title, found in examine(Subject(partial(kind, fault), DIM, 16)) if found.failed}
-    assert FAULTS[fault][0] in broken and broken <= set(FAULTS[fault])
+    broken = {title: found.note for title, found in examine(Subject(partial(kind, fault), DIM, 16)) if found.failed}
+    assert FAULTS[fault][0] in broken and broken.keys() <= set(FAULTS[fault]) and all(broken.values())
 
 
 @pytest.mark.parametrize(
