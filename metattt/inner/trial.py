@@ -212,4 +212,6 @@ def _tiny(
     label_dim = d_in if task is None else task.label_dim
     fast = {name: random(batch, *shape) for name, shape in learner.shapes.items() if name in learner.init}
     slow = {name: random(*shape) for name, shape in learner.shapes.items() if name in learner.slow}
-    return fast, slow, random(batch, num_heads, count, d_in), random(batch, num_heads, count, label_dim)
+    k = random(batch, num_heads, count, d_in)
+    k[1:] = -2 * k[:1]  # a branch that depends on the sign of a sum goes one way for a sequence, another for the batch
+    return fast, slow, k, random(batch, num_heads, count, label_dim)

@@ -93,7 +93,7 @@ class OuterLoop(LightningModule):
             self.log(f"{part}/{name}", total / count)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
+        self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float64))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = self.recipe.optimizer(self.model)
@@ -232,7 +232,9 @@ class Job:
 
     def report(self, console: Console, trainer: Trainer, seconds: float) -> None:
         """The final table."""
-        table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
+        steps, asked = trainer.global_step, trainer.max_steps  # fewer: a callback or a time limit has ended it
+        of = f"{steps:,} of {asked:,}" if steps < asked else f"{steps:,}"
+        table = Table(title=f"after {of} steps ({seconds:.0f} s)", title_justify="left")
         known = {key.removeprefix("validation/"): value.item() for key, value in trainer.callback_metrics.items()}
         head, *rows = self.results(known) or [()]
         for name in head:

@@ -32,6 +32,8 @@ class AdamW(Declared):
             weights of the inner loop do not decay.
         warmup_fraction: share of the steps with a rising learning rate.
         min_lr: learning rate where the schedule ends, one step after the last.
+        decay_fraction: share of the steps after the warm-up in which the rate falls; before, it stays at its peak (0.2:
+            warm-up, stable, decay).
         chunk: tokens of a window that are read at a time, with the state passed on; None: all of them.
         truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
             (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
@@ -46,6 +48,7 @@ class AdamW(Declared):
     weight_decay: float = setting(default=0.1, least=0)
     warmup_fraction: float = setting(default=0.1, least=0, most=1)
     min_lr: float = setting(default=1e-5, least=0)
+    decay_fraction: float = setting(default=1.0, above=0, most=1, kw_only=True)
     chunk: int | None = setting(default=None, advice=", or null for all")
     truncate: int | None = setting(default=None, advice=", or null for all")
 
@@ -64,7 +67,8 @@ class AdamW(Declared):
         warmup = self.warmup_steps(num_steps)
         if step < warmup:
             return (step + 1) / warmup
-        return self.decay(min(1.0, (step - warmup) / max(1, num_steps - warmup)), min(self.min_lr / self.lr, 1.0))
+        left = min(1.0, (step - warmup) / max(1, num_steps - warmup)) - (1 - self.decay_fraction)
+        return self.decay(max(0.0, left / self.decay_fraction), min(self.min_lr / self.lr, 1.0))
 
     def decay(self, progress: float, low: float) -> float:
         """The same after the warm-up: from 1 to `low` as `progress` goes from 0 to 1."""

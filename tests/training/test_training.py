@@ -83,6 +83,8 @@ def test_learning_rate_schedule() -> None:
     rates = [recipe.factor(step, 100) for step in range(101)]
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10)
     assert max(rates) == rates[10] == 1 and math.isclose(rates[100], 0.01) and math.isclose(rates[55], 0.505)
+    late = AdamW(lr=1.0, warmup_fraction=0.1, min_lr=0.01, decay_fraction=0.2)  # warm-up, stable, decay
+    assert [late.factor(step, 100) for step in (*range(83), 91, 100)] == pytest.approx([*rates[:10], *[1.0] * 73, 0.505, 0.01])
 
 
 def test_only_matrices_decay(finished: Path) -> None:
