@@ -150,7 +150,7 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
         whole: the learner always sees whole mini-batches, and only what it makes of the batch is compared.
 
     Raises:
-        MetaTTTError: two sequences together and one by one differ, or the first and the last tokens of a sequence apart
+        MetaTTTError: sequences together and one by one differ, or the first and the last tokens of a sequence apart
             from the others, or two equal calls, or a head's loss depends on another's weights.
     """
 
@@ -165,15 +165,15 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
         return [x.detach().nan_to_num() for x in (losses, grads[0][:, :, of], *grads[1:])]
 
     task, learner = _in_double(task), _in_double(learner)
-    one, two, every, first, last = slice(0, 1), slice(0, 2), slice(0, 5), slice(0, 3), slice(2, 5)
+    one, three, every, first, last = slice(0, 1), slice(0, 3), slice(0, 5), slice(0, 3), slice(2, 5)
     with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        fast, slow, keys, labels = _tiny(task, learner, num_heads, d_in, batch=2, count=4 if whole else 5)
-        apart = [seen(slice(row, row + 1), every, every) for row in range(2)]
+        fast, slow, keys, labels = _tiny(task, learner, num_heads, d_in, batch=3, count=4 if whole else 5)
+        apart = [seen(slice(row, row + 1), every, every) for row in range(3)]
         pairs = {
             "chance (two equal calls differ)": (apart[0], seen(one, every, every)),
             "the other sequences of its batch": (
                 [torch.cat(rows) for rows in zip(*apart, strict=True)],
-                seen(two, every, every),
+                seen(three, every, every),
             ),
             # each head has an η of its own, by which forms would multiply other sums
             "the weights of other heads": tuple(
@@ -213,5 +213,5 @@ def _tiny(
     fast = {name: random(batch, *shape) for name, shape in learner.shapes.items() if name in learner.init}
     slow = {name: random(*shape) for name, shape in learner.shapes.items() if name in learner.slow}
     k = random(batch, num_heads, count, d_in)
-    k[1:] = -2 * k[:1]  # a branch that depends on the sign of a sum goes one way for a sequence, another for the batch
+    k[1:2] = -2 * k[:1]  # what depends on the sign of a sum goes one way for one of them, another for the batch
     return fast, slow, k, random(batch, num_heads, count, label_dim)
