@@ -134,7 +134,8 @@ class ImageTransformer(VisionTransformer):
         if self.pos_embed is not None:
             return super()._pos_embed(x)
         height, width = self.patch_embed.grid_size  # computed, not kept: a buffer has no values after `to_empty`
-        return x + sincos2d(height, width, self.embed_dim, x.device).to(self.patch_embed.proj.weight.dtype)
+        # in this order the sum is contiguous: x is not, and every norm would copy what has its strides
+        return sincos2d(height, width, self.embed_dim, x.device).to(self.patch_embed.proj.weight.dtype) + x
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head: a tanh layer, then logits that start at zero. Fewer than one class: features only."""

@@ -101,6 +101,7 @@ def test_what_timm_does_with_a_model() -> None:
     about = timm.data.resolve_model_data_config(model)
     assert about["mean"] == (0.5, 0.5, 0.5) and about.items() >= ImageData.evaluation.items()
     assert model(torch.zeros(0, 3, 32, 32)).shape == (0, 1000)  # no crops of a detector
+    assert model._pos_embed(model.patch_embed(torch.zeros(2, 3, 32, 32))).is_contiguous()
     digits = timm.create_model("vit_digits_pixel_mttt_mlp")
     assert timm.data.resolve_model_data_config(digits).items() >= DigitsData.evaluation.items()
     refusal(lambda: timm.create_model("vit_tiny_patch16_mttt_mlp", pretrained=True), "no pretrained weights")
