@@ -336,3 +336,6 @@ def test_a_learner_that_is_another_in_other_company() -> None:
     whole = by_count()
     whole.mixes_tokens = True
     assert layer(GradientDescent(4, read="block"), whole).form == "summed"  # it always sees a whole mini-batch
+    silent, whole = type("Mine", (Reconstruction,), {"loss": lambda self, p, v: squared(p, v).detach()})(), by_count()
+    whole.mixes_tokens = True
+    refusal(lambda: TTTLayer(8, 2, silent, whole, GradientDescent(4, read="block")), "a derivative by the prediction")

@@ -113,13 +113,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
         fast = {name: x.requires_grad_() for name, x in fast.items()}  # what is detached from k is not from these
         k = k.requires_grad_()
         y = learner.predict(FastWeights(fast, slow, k.dtype), k)
-        losses = task.loss(y, v)
-        if not isinstance(losses, Tensor) or losses.shape != k.shape[:-1] or not losses.requires_grad:
-            given = [*losses.shape] if isinstance(losses, Tensor) else losses
-            raise MetaTTTError(
-                f"{type(task).__name__}.loss returned {given} for tokens {[*k.shape[:-1]]}: expected one a token, with "
-                "a derivative by the prediction"
-            )
+        losses = _losses(task, y, v)
         name = type(learner).__name__
         for s in range(k.shape[2]):
             found = torch.autograd.grad(
@@ -158,7 +152,7 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
         """The losses of tokens `of` among `tokens`, and the derivatives of their sum over `heads`."""
         weights = {name: x[rows].clone().requires_grad_() for name, x in fast.items()}
         k, v = keys[rows, :, tokens].clone().requires_grad_(), labels[rows, :, tokens]
-        losses = task.loss(learner.predict(FastWeights(weights, slow, k.dtype), k), v)[:, :, of]
+        losses = _losses(task, learner.predict(FastWeights(weights, slow, k.dtype), k), v)[:, :, of]
         grads = torch.autograd.grad(
             losses[:, heads].sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True
         )
@@ -191,6 +185,17 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
                 f"{type(task).__name__}.loss of what {type(learner).__name__} predicts for a token depends on {what}: "
                 "make forward and loss act on each token of each head alone"
             )
+
+
+def _losses(task: Task, y: Tensor, v: Tensor) -> Tensor:
+    losses: object = task.loss(y, v)
+    if not isinstance(losses, Tensor) or losses.shape != y.shape[:-1] or not losses.requires_grad:
+        given = [*losses.shape] if isinstance(losses, Tensor) else losses
+        raise MetaTTTError(
+            f"{type(task).__name__}.loss returned {given} for tokens {[*y.shape[:-1]]}: expected one a token, with "
+            "a derivative by the prediction"
+        )
+    return losses
 
 
 def _in_double(part: P) -> P:
