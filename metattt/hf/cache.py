@@ -40,6 +40,7 @@ class MetaTTTCache(Cache):
         self._hidden: Tensor | int = 0  # [B] of these columns were padding
         self._step: Step | None = None  # holds the state while there is one
         self._within: object = None
+        self._checked: object = None  # the call of `generate` whose mask has been looked at
         self._alike = 0  # tokens that were read one by one within the same call of `generate`
 
     @property
@@ -69,9 +70,13 @@ class MetaTTTCache(Cache):
         if mask is not None:
             self._hidden = self._hidden + (~mask).sum(1)
 
-    def check_mask(self, before: Tensor) -> None:
-        """Refuses a mask `[B, n]` of the columns that were read, if it hides what was read as a token."""
-        if self._seen and before.shape[1] == self._seen and ((before == 0).sum(1) > self._hidden).any():
+    def check_mask(self, before: Tensor, count: int, within: object) -> None:
+        """Refuses a mask `[B, n]` of the columns that were read, if it hides what was read as a token. Where `count`
+        is one token, once in a call of `generate`, and else on a CPU alone: a GPU would wait each time."""
+        new = count > 1 or within is not self._checked or (within is None and not before.is_cuda)
+        self._checked = within
+        fits = self._seen > 0 and before.shape == (self.batch_size, self._seen)
+        if new and fits and ((before == 0).sum(1) > self._hidden).any():
             raise MetaTTTError(
                 "attention_mask hides columns that the cache has read, as padding that a text of a batch reads after "
                 "its end: what was read cannot be taken back, so call without the cache, with all tokens"
@@ -116,7 +121,8 @@ class MetaTTTCache(Cache):
         """Keeps the sequences `indices`, in this order."""
         if self._state is not None:
             self._state = self._state.select(indices)
-            self._hidden = self._hidden if isinstance(self._hidden, int) else self._hidden[indices]
+            kept = torch.as_tensor(indices).flatten()
+            self._hidden = self._hidden if isinstance(self._hidden, int) else self._hidden[kept]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times, one after the other."""

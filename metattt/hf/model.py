@@ -157,12 +157,12 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         if last_only and mask is not None and not mask.any(1).all():
             raise MetaTTTError("attention_mask has a row without a real token: leave out that prompt")
+        if cache is not None and attention_mask is not None and not torch.compiler.is_compiling():
+            cache.check_mask(attention_mask[:, : -input_ids.shape[1]], input_ids.shape[1], GENERATING.get())
         one = input_ids.shape[1:] == (1,) and (mask is None or (not mask.is_cuda and bool(mask.all())))
         if one and cache is not None and cache.is_initialized and (within := GENERATING.get()) is not None:
             logits = cache.advance(self.model, input_ids[:, 0], within).unsqueeze(1)
         else:
-            if cache is not None and attention_mask is not None and input_ids.shape[1] > 1:  # a GPU would wait each time
-                cache.check_mask(attention_mask[:, : -input_ids.shape[1]])
             state, donate = None if cache is None else cache.give_up(), not torch.is_grad_enabled()
             first = document_starts(position_ids) if mask is None and position_ids is not None else None
             first = None if first is None else first.expand(input_ids.shape)

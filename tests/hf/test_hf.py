@@ -307,11 +307,14 @@ def test_the_cache(model: MetaTTTForCausalLM) -> None:
     padded[0, 3] = 0
     with torch.no_grad():
         model(following, padded, cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_select_indices((1, 0))
         seen = torch.cat([torch.ones(2, 13, dtype=torch.long), padded.flip(0), torch.ones(2, 2, dtype=torch.long)], 1)
         model(following[:, :2], seen, cache)
         seen[0, 0] = 0  # which was read as a token
-        refusal(lambda: model(following[:, :2], torch.cat([seen, seen[:, -2:]], 1), cache), "hides columns that the cache has read")
+        more = torch.cat([seen, seen[:, -2:]], 1)
+        refusal(lambda: model(following[:, :2], more, cache), "hides columns that the cache has read")
+        refusal(lambda: model.generate(more[:, 1:], attention_mask=more[:, :-1], past_key_values=cache), "hides columns")
+        refusal(lambda: model(following[[0, 0, 0], :2], more[[0, 0, 0]], cache), "state.select")
     cache.batch_select_indices(torch.tensor([False, True]))
     assert cache.batch_size == 1
     refusal(lambda: cache.crop(1), "cannot be taken back")
