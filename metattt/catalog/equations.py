@@ -339,6 +339,7 @@ def computed(layer: TTTLayer) -> list[str]:
     if layer.form == "scan":
         return ["form=scan: the learner answers from its data"]
     line, other = f"form={layer.form}", "solved as one triangular system" if plan.solved else "in the dual form"
+    other = "an error, as layer.form asks for a kernel" if plan.strict else other
     if plan.kernels:
         line += ", by the kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in plan.kernels)
         line += f" where these take the sizes and types, else {other}"

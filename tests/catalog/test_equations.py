@@ -100,6 +100,7 @@ def test_only_the_gates_that_are_there() -> None:
     assert not any(symbol in said for symbol in ("α", "β", "κ", "S_", "M_t", "W_a", "τ"))
     assert "ℓ" not in "\n".join(lines("attention"))  # no loss is taken
     assert "form=dual, solved as one triangular system" in lines("delta_net", "layer.form=dual")
+    assert "else an error, as layer.form" in "\n".join(lines("delta_net", "layer.form=fused"))
     assert any(line.endswith("(cuda) where these take the sizes and types, else solved as one triangular system") for line in found)
     assert any(line.startswith("form=dual, token by token: ") for line in lines("delta_net", "task.loss=huber"))
 
