@@ -71,7 +71,8 @@ def chosen(weights: Mapping[str, Weight], trainable: object, kind: str) -> dict[
         MetaTTTError: not a list of names of weights.
     """
     known = ", ".join(weights)
-    if isinstance(trainable, str) or not isinstance(trainable, Sequence) or any(type(n) is not str for n in trainable):
+    word = isinstance(trainable, str)
+    if word or not isinstance(trainable, Sequence) or not all(isinstance(name, str) for name in trainable):
         raise MetaTTTError(f"learner.trainable={trainable} is not allowed: it must be a list of {known}, or null")
     if not trainable:
         raise MetaTTTError(

@@ -68,7 +68,7 @@ def test_steps_by_layers_need_names_that_show_them() -> None:
 
 
 def test_kernels_leave_both_alone() -> None:
-    for options in ({"trainable": ["w1"]}, {"step_scale": {"w1": 0.5}}):
+    for options in ({"trainable": [type("Name", (str,), {})("w1")]}, {"step_scale": {"w1": 0.5}}):
         layer = make(Linear(**options))
         assert layer.form == "dual"
         refusal(partial(make, Linear(**options), "fused"), "layer.form=fused has no kernel")
