@@ -65,8 +65,7 @@ def make_plan(
                 if given and name not in learner.gates:
                     off = getattr(optimizer, "data_gates", {}).get(name, "another optimizer")
                     raise MetaTTTError(f"{type(learner).__name__} does not use the {name} gate of its rule: set {off}")
-        made = _views(task, dim, 1)
-        if made is not None:
+        if (made := _views(task, dim, 1)) is not None:
             check_views_of_data(learner, made)
         if task.label_dim != head_dim:
             raise MetaTTTError(
