@@ -133,7 +133,9 @@ class State(NamedTuple):
     def select(self, index: Tensor | Sequence[int]) -> State:
         """The states of the sequences `index` (to reorder beams or drop finished sequences): numbers, or True for those
         that stay, on any device."""
-        if (index := torch.as_tensor(index)).dtype == torch.bool:  # as numbers; flags for others are refused
+        index = torch.as_tensor(index)
+        index = index if index.numel() or index.dtype == torch.bool else index.long()  # of [] torch makes fractions
+        if index.dtype == torch.bool:  # as numbers; flags for others are refused
             index = torch.arange(count_sequences(self), device=index.device)[index.flatten()]
         return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 

@@ -26,7 +26,7 @@ from metattt.generation.text import generate_text
 from metattt.learners import KernelEstimator
 from metattt.models import LanguageModel
 from metattt.models.language_model import LanguageModelState
-from metattt.nested import tensors_of
+from metattt.nested import count_sequences, tensors_of
 
 CAUSAL = ("ttt_linear", "gated_delta_net", "attention", "titans", "lact", "nested_ttt", "longhorn", "mamba", "mamba2_mixer")
 CAUSAL += ("lact_block", "titans_mag", "titans_mal")
@@ -206,6 +206,7 @@ def test_states_of_models_move_and_are_selected(name: str) -> None:
     for narrow in (torch.bfloat16, torch.int64):
         refusal(partial(state.to, narrow), "float32 or wider")
     torch.testing.assert_close(model.step(ids[index, 5:], state.select(index.tolist()))[0], expected[index])
+    assert count_sequences(state.select([])) == 0
     for wrong in ([True, False], [[0, 1], [1, 0]], [-1]):  # flags of two sequences of three; beams of each; a beam that has ended
         with pytest.raises(IndexError):
             state.select(wrong)
