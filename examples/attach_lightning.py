@@ -36,7 +36,7 @@ def main(name: str, folder: Path, data: TextData, tokenizer: str, steps: int = 1
     trainer = lightning.Trainer(
         max_steps=steps, max_epochs=-1, val_check_interval=min(steps, 200), gradient_clip_val=1.0, logger=log,
         callbacks=[saving.Checkpoints(str(folder), every), divergence.Divergence()], num_sanity_val_steps=0,
-        log_every_n_steps=min(every, 50), enable_checkpointing=False,  # of Lightning's own
+        log_every_n_steps=min(every, 50), enable_checkpointing=False, use_distributed_sampler=False,  # Lightning's own
     )  # fmt: skip
     trainer.strategy.checkpoint_io = saving.CheckpointFiles()
     batches = job.ForLightning(data)
