@@ -37,7 +37,7 @@ class Muon(AdamW):
         weight_decay: λ of projections and embeddings, as in `AdamW`.
         warmup_fraction: share of the steps with a rising learning rate.
         min_lr: learning rate where the schedule ends, one step after the last.
-        chunk, truncate: as in `AdamW`.
+        decay_fraction, chunk, truncate: as in `AdamW`.
     """
 
     lr = 1.6e-2

@@ -68,7 +68,7 @@ class AdamW(Declared):
         if step < warmup:
             return (step + 1) / warmup
         left = min(1.0, (step - warmup) / max(1, num_steps - warmup)) - (1 - self.decay_fraction)
-        return self.decay(max(0.0, left / self.decay_fraction), min(self.min_lr / self.lr, 1.0))
+        return self.decay(min(1.0, max(0.0, left / self.decay_fraction)), min(self.min_lr / self.lr, 1.0))
 
     def decay(self, progress: float, low: float) -> float:
         """The same after the warm-up: from 1 to `low` as `progress` goes from 0 to 1."""

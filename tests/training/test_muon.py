@@ -80,6 +80,6 @@ def test_a_parameter_without_a_gradient_stays_and_a_model_without_blocks_is_trai
 
 
 def test_the_rate_rises_and_falls_on_lines() -> None:
-    recipe = Muon(lr=1.0, warmup_fraction=0.1, min_lr=0.0)
+    recipe, wsd = Muon(lr=1.0, warmup_fraction=0.1, min_lr=0.0), Muon(decay_fraction=0.3)
     factors = [recipe.factor(step, 100) for step in range(101)]
-    assert factors[0] == 0.1 and factors[9] == factors[10] == 1 and math.isclose(factors[55], 0.5) and factors[100] == 0
+    assert factors[0] == 0.1 and factors[9] == factors[10] == 1 and math.isclose(factors[55], 0.5) and factors[100] == wsd.factor(9, 9) == 0
