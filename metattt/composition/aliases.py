@@ -26,7 +26,7 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "data.num_workers": "num_workers workers",
     "training.weight_decay": "weight_decay wd",
     "training.warmup_fraction": "warmup warmup_fraction warmup_ratio warmup_steps training.warmup_steps",
-    "training.warmup_steps": "warmup warmup_steps",
+    "training.warmup_steps": "warmup warmup_steps training.warmup_fraction",
     "training.betas": "betas beta1 beta2",
     "trainer.gradient_clip_val": "clip grad_clip gradient_clip clip_grad max_grad_norm grad_norm gradient_clip_val",
     "trainer.accumulate_grad_batches": "accumulate grad_accum accumulation gradient_accumulation_steps "

@@ -27,6 +27,7 @@ TYPICAL = [  # a mistake, and what it should have been
     ("optimizer.momentum=per_head", "optimizer=momentum optimizer.momentum"),
     ("learner.bais=true", "learner.bias"),
     ("leaner=mlp", "learner"),
+    ("experiment=digits_pixel training.warmup_fraction=1", "training.warmup_steps"),
     ("LR=0.1", "training.lr"),
     ("optimizer.lr=0.1", "optimizer.base_lr=0.1"),
     ("num_layers=3", "model.num_layers"),
@@ -54,8 +55,7 @@ def test_suggestions_are_accepted(typed: str, expected: str) -> None:
 
 
 def test_the_table_of_names_points_at_keys_that_exist() -> None:
-    composed = [compose(job=job) for job in ("train", "eval", "generate", "prepare", "convert")]
-    composed.append(compose("layer=window_attention"))
+    composed = [*(compose(job=job) for job in ("train", "eval", "generate", "prepare", "convert")), compose("layer=window_attention")]
     composed.append(compose("model=vision_transformer", "data=images", "training=timm"))
     known = {key for cfg in composed for key in known_keys(cfg).values()}
     assert not set(KEYS) - known
