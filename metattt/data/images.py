@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, h, w] in [−1, 1], labels [B]
-NO_LABEL = -1  # of an image that only fills up a batch, so that every process has as many; it counts nowhere
+NO_LABEL = -1  # of an image that fills up a batch, or stands for one that cannot be read; it counts nowhere
 
 
 class Images(Data):
