@@ -11,8 +11,11 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from re import findall
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -119,54 +122,63 @@ def causality(subject: Subject) -> float:
     return worst
 
 
-def splits(subject: Subject) -> float:
+def splits(subject: Subject) -> dict[str, float]:
     """A sequence in several calls has the outputs and the gradients of one call."""
     _needs(subject.has_state, "state")
     x, size = subject.tokens(), subject.period
-    whole, worst = subject(x)[0], 0.0
+    (whole, state), worst = subject(x), dict[str, float]()
     detaches = getattr(subject.module, "detaches", False)
     expected = {} if detaches else subject.gradients(x, lambda x: subject(x)[0])
     end = subject.length
-    some = sorted({1, 3, size + 2, end - 2})  # no empty piece
-    for cuts in (list(range(1, end)), [size], [size + 1, *range(size + 2, end)], some):
+    ways = {"tokens one by one": [*range(1, end)], "tokens one by one after several": [*range(size + 1, end)]}
+    ways |= {"two calls": [size], "several calls": sorted({1, 3, size + 2, end - 2})}  # no empty piece
+    for way, cuts in ways.items():
         with torch.no_grad():
-            worst = max(worst, distance(subject.pieces(x, cuts), whole))
+            worst[way] = distance(subject.pieces(x, cuts), whole)
         if not detaches:
             found = subject.gradients(x, lambda x, cuts=cuts: subject.pieces(x, cuts))  # type: ignore[misc]
-            worst = max(worst, gradient_distance(found, expected))
-    return worst
+            worst[f"gradients, {way}"] = gradient_distance(found, expected)
+    return {"no state came back": max(worst.values())} if state is None else worst
 
 
 @torch.no_grad()
-def padding(subject: Subject) -> float:
+def padding(subject: Subject) -> dict[str, float]:
     """Padding before, between and after the tokens changes no output and no gradient of theirs, and no later output."""
     _needs(subject.has_mask, "mask")
-    x, worst = subject.tokens(), 0.0
+    x, end, worst = subject.tokens(), subject.length, dict[str, float]()
     expected, state = subject(x)
     later = subject.tokens(5, seed=2)
     following = subject(later, state)[0] if subject.has_state else x
     with torch.enable_grad():
         gradients = subject.gradients(x, lambda x: subject(x)[0].flatten(0, 1))
-    for real in (slice(None, -3), slice(3, None)):  # rows of unequal lengths
+
+    def same(kind: str, found: Tensor, expected: Tensor) -> None:
+        worst[kind] = max(worst.get(kind, 0.0), distance(found, expected))
+
+    for kind, real in (("after", slice(None, -3)), ("before", slice(3, None))):  # rows of unequal lengths
         mask = torch.ones(x.shape[:2], dtype=torch.bool)
         mask[1] = False
         mask[1, real] = True
         (y, kept), (short, after) = subject(x.clone(), mask=mask), subject(x[1:, real])
-        worst = max(worst, distance(y[0], expected[0]), distance(y[1, real], short[0]))
+        same("in another row", y[0], expected[0])
+        same(kind, y[1, real], short[0])
         if subject.has_state:
-            worst = max(worst, distance(subject(later, kept)[0][1:], subject(later[1:], after)[0]))
-    places = (0, 1, subject.period, subject.period + 1, subject.length)
+            same(f"{kind} (later outputs)", subject(later, kept)[0][1:], subject(later[1:], after)[0])
+    places = (0, 1, subject.period, subject.period + 1, end)
     for place, count in itertools.product(places, (1, 2, subject.period + 1)):  # odd and even lengths
         padded, mask = _pad(x, place, count)
         y, kept = subject(padded, mask=mask)
-        worst = max(worst, distance(y[mask], expected.flatten(0, 1)))
         if count == 2:
             with torch.enable_grad():
                 found = subject.gradients(x, lambda x: subject(_pad(x, place, 2)[0], mask=mask)[0][mask])  # noqa: B023
-            worst = max(worst, gradient_distance(found, gradients))
+            worst["gradients"] = max(worst.get("gradients", 0.0), gradient_distance(found, gradients))
+        for row, start in enumerate((place, end - place)):  # as in `_pad`
+            kind = {0: "before", end: "after"}.get(start, "between")
+            same(kind, y[row, mask[row]], expected[row])
+            if subject.has_state:
+                same(f"{kind} (later outputs)", subject(later, kept)[0][row], following[row])
         if subject.has_state:
-            worst = max(worst, distance(subject(later, kept)[0], following))
-            worst = max(worst, distance(subject.pieces(padded, [3], mask=mask)[mask], expected.flatten(0, 1)))
+            same("two calls", subject.pieces(padded, [3], mask=mask)[mask], expected.flatten(0, 1))
     return worst
 
 
@@ -249,7 +261,7 @@ def single(subject: Subject) -> float:
     return max(distance(y.double(), expected), distance(before + after, 2 * expected))
 
 
-LAWS: dict[str, tuple[Callable[[Subject], float], float]] = {
+LAWS: dict[str, tuple[Callable[[Subject], float | dict[str, float]], float]] = {
     "the same call gives the same": (repeats, EXACT),
     "alone = in a batch": (alone, EXACT),
     "no later token is seen": (causality, EXACT),
@@ -261,19 +273,23 @@ LAWS: dict[str, tuple[Callable[[Subject], float], float]] = {
     "gradients = finite differences": (derivatives, DIFFERENCES),
     "float32 = float64": (single, SINGLE),
 }
-"""Title → law and the bound of its error."""
+"""Title → law and the bound of its error, or of its errors by kind."""
 
 
 def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
     """Title and result of every law; where the module cannot read tokens at all, that alone."""
+    x, note = subject.tokens(), ""
     try:
-        subject.first = subject(subject.tokens())[0].detach()
-        if subject.first.shape[:2] != (2, subject.length):  # laws that compare what is there would pass
-            raise ValueError(f"outputs are {list(subject.first.shape)}, expected one for each token, [B, T, ...]")
+        subject.first = subject(x)[0].detach()
+        if subject.first.shape[:2] != x.shape[:2]:  # laws that compare what is there would pass
+            note = f"outputs are {list(subject.first.shape)}, expected one for each token, [B, T, ...]"
         subject.rounds = _rounds(subject)
     except Exception as failure:  # whatever a foreign module raises
-        shape = [2, subject.length, subject.dim]
-        note = f"{told(failure)}; it was called with tokens {shape} of float64: if they have another width, set dim="
+        *_, place = (one for one in extract_tb(failure.__traceback__) if f"{os.sep}torch{os.sep}" not in one.filename)
+        note = f"{told(failure)} ({place.filename}, line {place.lineno}), for tokens {list(x.shape)} of float64"
+        if isinstance(failure, AssertionError) or {str(x.shape[2]), str(x.numel())} & {*findall(r"\d+", str(failure))}:
+            note += ": if they have another width, set dim="
+    if note:
         yield "it reads tokens", Found(None, EXACT, note, True)
         return
     for title, (law, bound) in LAWS.items():
@@ -300,9 +316,12 @@ def _rounds(subject: Subject, leaves: Sequence[Tensor] = ()) -> bool:
     return bent > (max(1e-13, 1e-3 * distance(outputs[2], outputs[0])) if leaves else EXACT)
 
 
-def _judge(law: Callable[[Subject], float], subject: Subject, bound: float) -> Found:
-    error = law(subject)
-    return Found(error, bound, "" if error <= bound else f"expected: {law.__doc__}", not error <= bound)
+def _judge(law: Callable[[Subject], float | dict[str, float]], subject: Subject, bound: float) -> Found:
+    found = law(subject)
+    kinds = found if isinstance(found, dict) else {"": found}
+    broken, error = [kind for kind, error in kinds.items() if not error <= bound], max(kinds.values())
+    note = f"{'; '.join(broken)}; " if any(broken) else ""
+    return Found(error, bound, f"{note}expected: {law.__doc__}" if broken else "", bool(broken))
 
 
 def _needs(offered: bool, name: str) -> None:

@@ -235,15 +235,6 @@ def test_a_layer_that_diverges_is_not_said_to_draw_random_numbers(law: str) -> N
         LAWS["threads"].judge(specimen(Explodes))
 
 
-def test_check_says_which_laws_do_not_apply_to_a_layer_for_images(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    check(compose("layer=self_attention", "dim=8", "num_heads=2", job="check"))
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.count("not causal") == 1 and "FAIL" not in out and out.count("pass") >= 7
-
-
 def test_every_law_has_a_broken_component() -> None:
     assert {law for law, _ in BROKEN} == set(LAWS)
 
