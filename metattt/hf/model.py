@@ -229,13 +229,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             count = sum(len(read_described(file)[0]) for file in sorted(folder.glob("*.safetensors")))  # and checksums
             if config.metattt is not None and count:
                 check_amounts(config.metattt["config"], folder, count)
-        options.setdefault("use_safetensors", True)
-        try:
-            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **options)
-        except RuntimeError as error:
-            if "ignore_mismatched_sizes" not in str(error):
-                raise
-            raise MetaTTTError(f"{path} has weights of other shapes than the model of its own config.json") from error
+        options = {"use_safetensors": True} | options | {"ignore_mismatched_sizes": True}  # they are named below
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **options)
         made, found = loaded
         problems = {kind: sorted(map(str, found[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
         wrong = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in problems.items() if names)

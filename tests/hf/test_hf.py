@@ -391,7 +391,7 @@ LAYER, MODEL = "metattt/config/layer", "metattt/config/model"
     (put(f"{LAYER}/learner", {"_target_": "os.system", "command": "true"}), "no component of an installed package"),
     (put(f"{LAYER}/dim", "${oc.env:HOME}"), "nothing is computed"),
     (put(f"{MODEL}/num_layers", 10**9), "num_layers=1,000,000,000, and [0-9]+ at most"),
-    (put(f"{MODEL}/dim", 48), "weights of other shapes"),
+    (put(f"{MODEL}/dim", 48), r"mismatched: \('model.blocks.0.*48"),
     (put("vocab_size", 300), None),
     (put("metattt", None), "no `metattt`"),
     (put("metattt/config", {"layer": {}}), "a model without vocab_size"),
