@@ -93,6 +93,10 @@ class MetaTTTConfig(PreTrainedConfig):
         """
         if self.metattt is None:
             raise MetaTTTError("the configuration has no `metattt`: load one that metattt export has written")
+        described = MetaTTTConfig(metattt=self.metattt)
+        for name in (*OF_RECORD, "num_attention_heads"):
+            if (value := getattr(self, name)) != (true := getattr(described, name)):
+                raise MetaTTTError(f"{name}={value} cannot be set: the model that config.json describes has {true}")
         config = record_config(self.metattt, Path("config.json"), (), trust)
         check_amounts(config, "config.json", MOST_BLOCKS)
         return config

@@ -485,6 +485,7 @@ def test_another_vocabulary(exported: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
     assert again.config.vocab_size == again.model.vocab_size == 260
+    refusal(lambda: load(tmp_path, vocab_size=257), match="vocab_size=257 cannot be set: .* has 260")
     torch.testing.assert_close(again(ids).logits[..., :257], wanted)
     model.resize_token_embeddings(400, mean_resizing=False)  # then rows are drawn as those of a new model
     assert 0.01 < model.model.embedding.weight[260:].std() < 0.03
