@@ -108,6 +108,7 @@ class PublishedConfig:
             raise MetaTTTError(
                 f"this model cannot be written as a published one: its layers are {type(layer).__name__}"
             )
+        conv = block.conv or getattr(layer.task, "conv_q", None)
         config = cls(
             vocab_size=model.vocab_size,
             hidden_size=model.embedding.embedding_dim,
@@ -122,7 +123,7 @@ class PublishedConfig:
             mini_batch_size=layer.optimizer.mini_batch_size,
             rope_theta=getattr(layer.task, "rope_theta", 10000.0),
             rms_norm_eps=block.ffn_norm.eps,
-            conv_kernel=_taps(block) or 4,
+            conv_kernel=4 if conv is None else conv.weight.shape[-1],
             tie_word_embeddings=model.head.weight is model.embedding.weight,
         )
         twin = config.build()
@@ -211,12 +212,6 @@ def _typed(key: str, value: Any, kind: str) -> Any:
     if type(value).__name__ != kind:
         raise MetaTTTError(f"{key}={value!r} in the published configuration is not allowed: expected {kind}")
     return value
-
-
-def _taps(block: Any) -> int | None:
-    """Width of the block's convolutions, if it has any (tokens)."""
-    weights = [conv.weight for conv in (block.conv, getattr(block.layer.task, "conv_q", None)) if conv is not None]
-    return weights[0].shape[-1] if weights else None
 
 
 def _differences(model: nn.Module, twin: nn.Module, path: str) -> list[str]:
