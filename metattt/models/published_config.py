@@ -28,8 +28,9 @@ JAX_LAYERS = {  # seq_modeling_block of the JAX trainer: ttt_layer_type, whether
 NO_DEFAULT = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 HOW_NOT_WHAT = (
     "training", "form", "group_size", "compute_chunk", "changes", "token_step_map", "checkpoint_blocks", "conv_width",
+    "fixed", "has_token_steps", "weight_names", "squared_error",
 )  # fmt: skip
-"""Attributes that never change a result, and how token steps are made of a parameter, which is converted."""
+"""Attributes that never change a result or follow from others, and the map of token steps, which is converted."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _differences(model: nn.Module, twin: nn.Module, path: str) -> list[str]:
     for name, value in vars(twin).items():
         plain = value is None or isinstance(value, (bool, int, float, str, tuple))
         if plain and not name.startswith("_") and name not in HOW_NOT_WHAT and vars(model).get(name) != value:
-            found.append(f"{path}.{name} = {vars(model).get(name)} (published: {value})")
+            found.append(f"{path}.{name} = {vars(model).get(name)} (published: {value})".lstrip("."))
     ours, theirs = dict(model.named_children()), dict(twin.named_children())
     for name in sorted(ours.keys() | theirs.keys()):
         place = f"{path}.{name}".lstrip(".")

@@ -159,7 +159,8 @@ def test_bad_configurations_are_refused(change: dict[str, Any], message: str) ->
     [
         (["layer=attention"], "layer.learner = KernelEstimator"),
         (["task.rope=full"], r"blocks.0.layer.task.rope = full \(published: mini_batch\)"),
-        (["layer=ttt_mlp", "learner.depth=3"], r"learner.depth = 3 \(published: 2\)"),
+        (["layer=ttt_mlp", "learner.depth=3"], r"learner.depth = 3 \(published: 2\)$"),
+        (["model.causal=false"], r"differs in causal = False \(published: True\)$"),
         (["layer.output_norm=false"], "layer.norm is needed"),
         (["model=mamba_backbone", "model.conv_width=3"], r"conv_q.weight \[64, 1, 4\] \(published: \[64, 1, 3\]\)"),
     ],
