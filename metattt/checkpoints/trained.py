@@ -27,7 +27,7 @@ from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import read_object
 from metattt.models.language_model import LanguageModel
-from metattt.models.published import Side, flatten, guess_side, to_ours
+from metattt.models.published import Side, first_names, flatten, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
 
 PREFIX = "model."  # of the model's parameters in a run's state_dict, and for Transformers
@@ -172,8 +172,8 @@ def _compared(model: LanguageModel, found: Weights, complaint: str, but: str | N
     if not found.of_run:  # a tied parameter is saved once there
         given |= _tied(model, given)
     missing = state.keys() - given.keys() - {name for name, _ in model.named_buffers()}
-    problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
-    problems += [f"unknown: {', '.join(sorted(unknown))}"] if (unknown := given.keys() - state.keys()) else []
+    problems = [f"missing: {first_names(missing)}"] if missing else []
+    problems += [f"unknown: {first_names(unknown)}"] if (unknown := given.keys() - state.keys()) else []
     shapes = [(name, list(given[name].shape), list(state[name].shape)) for name in state if name in given]
     problems += [f"{name} is {found} and not {wanted}" for name, found, wanted in shapes if found != wanted]
     if problems:

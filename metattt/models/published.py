@@ -190,16 +190,16 @@ def to_ours(tensors: Mapping[str, Any], model: LanguageModel, side: Side) -> dic
             problems.append(
                 f"{head} differs from {embedding}, to which the configuration ties it (tie_word_embeddings)"
             )
-    problems += [f"missing: {_list(wanted.keys() - given.keys())}"] if wanted.keys() - given.keys() else []
-    problems += [f"unknown: {_list(given.keys() - wanted.keys())}"] if given.keys() - wanted.keys() else []
-    wrong = [name for name in wanted if name in given and given[name].shape != shapes[name]]
-    if wrong:
-        sizes = (f"{name} {list(given[name].shape)} instead of {list(shapes[name])}" for name in wrong)
-        problems.append(f"wrong shape: {', '.join(sizes)}")
-    wrong = [f"{name} {given[name].dtype}" for name in wanted if name in given and not given[name].is_floating_point()]
-    problems += [f"not floating point: {', '.join(wrong)}"] if wrong else []
-    empty = [name for name in wanted if name in given and given[name].is_meta]
-    problems += [f"without values, on the meta device: {_list(empty)}"] if empty else []
+    held = [name for name in wanted if name in given]
+    sizes = {name: f"{name} {list(given[name].shape)} instead of {list(shapes[name])}" for name in held}
+    found = {
+        "missing": wanted.keys() - given.keys(),
+        "unknown": given.keys() - wanted.keys(),
+        "wrong shape": [sizes[name] for name in held if given[name].shape != shapes[name]],
+        "not floating point": [f"{name} {given[name].dtype}" for name in held if not given[name].is_floating_point()],
+        "without values, on the meta device": [name for name in held if given[name].is_meta],
+    }
+    problems += [f"{kind}: {first_names(names)}" for kind, names in found.items() if names]
     if problems:
         raise MetaTTTError("the tensors do not fit the configuration. " + "; ".join(problems))
     return {ours: _row(ours).read(given[name], side).contiguous() for name, ours in wanted.items()}
@@ -281,7 +281,7 @@ def _tensor(name: str, value: Any) -> Tensor:
         raise MetaTTTError(f"{name} holds {type(value).__name__}, not a tensor: give the parameters alone") from error
 
 
-def _list(names: Collection[str]) -> str:
+def first_names(names: Collection[str]) -> str:
     """The first names in order, and how many more there are."""
     first, more = sorted(names)[:8], len(names) - 8
     return ", ".join(first) + (f" and {more} more" if more > 0 else "")

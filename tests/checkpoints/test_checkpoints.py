@@ -146,6 +146,7 @@ def test_a_buffer_that_the_model_computes_may_be_absent(copy: Path) -> None:
     fill(model, read_weights(copy), "does not fit")
     model.register_parameter("learned", torch.nn.Parameter(torch.ones(2)))
     refusal(lambda: fill(model, read_weights(copy), "does not fit"), "does not fit: missing: learned")
+    refusal(lambda: fill(model, read_weights(copy)._replace(tensors={}), "does not fit"), " more", longest=500)
 
 
 # -- going on with a run -----------------------------------------------------------------------------------------------

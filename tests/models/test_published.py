@@ -131,6 +131,8 @@ def test_every_name_that_does_not_fit_is_listed() -> None:
     assert f"missing: {block}W2, model.norm.weight;" in message
     assert "unknown: model.layers.0.rotary.inv_freq, model.layers.1.seq_norm.weight;" in message
     assert f"{block}b1 [2, 64] instead of [2, 1, 64]" in message
+    wide = config("mlp_mamba") | {"hidden_size": 64}
+    refusal(lambda: from_published(part(golden("mlp_mamba"), "param:"), wide), "wrong shape: ", "and 19 more")
     params, keys = to_published(published("linear_mamba"), "jax")
     params["step"] = torch.tensor(3.0)
     refusal(lambda: from_published(params, keys, "jax"), "unknown: step")
