@@ -85,9 +85,7 @@ class PublishedConfig:
                 raise MetaTTTError(f"`{key}` is not a key of a published configuration. Did you mean `{guess[0]}`?")
         missing = [key for key in NO_DEFAULT if key not in given]
         if missing:
-            raise MetaTTTError(
-                f"the published configuration has no {', '.join(missing)}: they are in the checkpoint's config.json"
-            )
+            raise MetaTTTError(f"the published configuration has no {', '.join(missing)}: there is no default")
         return cls(**{key: _typed(key, given[key], str(field.type)) for key, field in fields.items() if key in given})
 
     def __post_init__(self) -> None:
