@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,9 @@ from omegaconf import DictConfig
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
 from metattt.checkpoints.folder import new_folder
-from metattt.checkpoints.record import OF_TRAINING, modules
+from metattt.checkpoints.record import OF_TRAINING, PUBLISHED_CONFIG, modules
 from metattt.checkpoints.tensors import write_tensors
-from metattt.checkpoints.trained import load_model, open_trained
+from metattt.checkpoints.trained import EXPORTED, load_model, open_trained
 from metattt.composition.settings import settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
@@ -21,9 +23,10 @@ from metattt.generation.text import ends
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
 from metattt.hf.tokenizer import to_transformers
-from metattt.io import sync, write_whole
+from metattt.io import read_object, sync, write_whole
 from metattt.optional import need
 
+OF_TEXT = ("generation_config.json", "*token*.json", "chat_template*", "vocab.json", "merges.txt")
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -78,6 +81,11 @@ def export(cfg: DictConfig) -> None:
         described.save_pretrained(folder)
         generation_config(tokenizer).save_pretrained(folder)
         to_transformers(tokenizer).save_pretrained(folder)
+        beside = about.path.parent / PUBLISHED_CONFIG
+        again = chosen.tokenizer is None and beside.is_file() and EXPORTED in read_object(beside)
+        for pattern in OF_TEXT if again else ():  # what a user has set there since, as a chat template
+            for file in beside.parent.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
         tied = set(made.all_tied_weights_keys)
         weights = {name: one for name, one in made.state_dict().items() if name not in tied}
         write_tensors(folder / SAFETENSORS, weights)

@@ -492,6 +492,16 @@ def test_another_vocabulary(exported: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(model(ids).logits[..., :257], wanted)
 
 
+def test_an_export_of_an_export_keeps_what_was_set_there(exported: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(exported / "ttt_mlp"), AutoTokenizer.from_pretrained(exported / "ttt_mlp")
+    model.generation_config.max_new_tokens, tokenizer.chat_template = 77, "{{ messages[0].content }}"
+    model.save_pretrained(tmp_path / "one")
+    tokenizer.save_pretrained(tmp_path / "one")
+    assert main(["export", f"source={tmp_path / 'one'}", f"target={tmp_path / 'two'}", "dtype=bfloat16"]) == 0
+    assert load(tmp_path / "two").generation_config.max_new_tokens == 77
+    assert AutoTokenizer.from_pretrained(tmp_path / "two").chat_template == tokenizer.chat_template
+
+
 def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
     model, ids = load(exported / "ttt_mlp", device_map="auto"), torch.randint(257, (1, 9))
     model.save_pretrained(tmp_path, max_shard_size="20KB")
