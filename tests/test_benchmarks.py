@@ -63,20 +63,13 @@ def test_a_mistake_is_one_line(words: list[str], expected: str, tmp_path: Path) 
 # -- what is wrong is not timed ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's kernels give outputs that are off by a hundredth."""
-
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def off(self: Any, call: Any, forward: Any = NativeForm.forward) -> Any:
         found = forward(self, call)
         found[0].mul_(1.01)
         return found
 
     monkeypatch.setattr(NativeForm, "forward", off)
-
-
-@pytest.mark.usefixtures("wrong_kernel")
-def test_a_wrong_kernel_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(MetaTTTError, match="nothing is reported: ttt_linear, fused and dual"):
         speed.main(["layer", *SMALL["layer"].split(), f"output_dir={tmp_path}"])
     assert not list(tmp_path.iterdir())
@@ -119,10 +112,8 @@ def test_what_a_benchmark_of_any_layer_checks(size: int, capsys: pytest.CaptureF
 
 # -- claims ------------------------------------------------------------------------------------------------------------
 
-NAMES = sorted(file.stem for file in claims.CONFIGS.glob("*.yaml"))
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(file.stem for file in claims.CONFIGS.glob("*.yaml")))
 def test_every_row_composes_and_is_not_reported_on_what_it_was_chosen_on(name: str) -> None:
     for size in ("smoke", "cpu", "gpu"):
         claim = claims.read(name, size)[1]
@@ -240,8 +231,7 @@ def test_orders_are_told_as_they_came_out() -> None:
     assert "As in the paper, 2 of 4 steps: `a` → `b` (better); `b` → `c`" in told
     assert "Against the paper, 1 of 4 steps: `c` → `d` (worse)" in told
     assert "Not known, for want of figures, 1 of 4" in told
-    sorted_ = ranked({"x": [2.0, 2.1], "y": [1.0, 1.1], "z": [2.05, 2.2]})
-    assert sorted_ == "`y` 1.050 ± 0.071 < `x` 2.050 ± 0.071 ≈ `z` 2.125 ± 0.106"
+    assert ranked({"x": [2.0, 2.1], "y": [1.0, 1.1], "z": [2.05, 2.2]}) == "`y` 1.050 ± 0.071 < `x` 2.050 ± 0.071 ≈ `z` 2.125 ± 0.106"
 
 
 def test_cells_of_a_table() -> None:
