@@ -145,7 +145,7 @@ def times(
     def training(layer: SequenceLayer) -> None:
         layer.zero_grad()
         with cast():
-            y: Tensor = layer(x[:, :-1])[0]
+            y: Tensor = layer(x[:, :-1].requires_grad_())[0]  # in a model its tokens need a gradient, too
         y.float().square().mean().backward()
 
     def decode(layer: SequenceLayer, state: object) -> None:

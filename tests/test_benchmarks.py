@@ -23,7 +23,7 @@ from comparisons.rows import rows
 from refusals_for_tests import refusal
 from report import markdown_table
 
-from metattt import MetaTTTError, bench
+from metattt import MetaTTTError, bench, build
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.kernels.cpu.native_scan import NativeForm
@@ -92,6 +92,13 @@ def test_any_layer_is_checked_and_timed(chosen: str, capsys: pytest.CaptureFixtu
     assert "FAIL" not in said and "forward + backward" in said
     if chosen == "layer=ttt_linear":
         assert "dual and primal" in said and "fused and dual" in said and "one call and two" in said
+
+
+def test_a_timed_backward_pass_reaches_the_tokens() -> None:
+    layer, needs = build("ttt_linear", dim=16, num_heads=2), list[bool]()
+    layer.register_forward_pre_hook(lambda _, given: needs.append(given[0].requires_grad))
+    bench.times({"auto": layer}, 16, 1, 1, torch.device("cpu"))
+    assert sum(needs) == 2  # the first warms up
 
 
 class Forgets(GradientDescent):
