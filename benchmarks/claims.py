@@ -1,6 +1,6 @@
 """Claims of papers on a small scale: `python benchmarks/claims.py table1 size=cpu jobs=2`; alone, the list of claims.
 
-Sizes: smoke (seconds: every row is run, too short to say anything), cpu (two cores), gpu (one GPU). Stopped, the same
+Sizes: smoke (minutes: a few steps of a few rows, too short to say anything), cpu (two cores), gpu (one GPU). Stopped, the same
 command resumes: jobs that have finished in <runs_dir>/<claim>/<size> are not run again. `<output_dir>/<claim>/<size>.md`,
 `.json`, `.csv` and `.png` are written. A claim of yours is a file like those of `benchmarks/configs`, by its path. What
 a file has can be set: `sizes.cpu.seeds=[0,1]`.
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         MetaTTTError: a setting that cannot be used, or a folder in which another process is at work.
     """
-    if not words or words[0] in ("-h", "--help"):
+    if not words or {"-h", "--help"} & {*words}:
         print(__doc__)
         for file in sorted(CONFIGS.glob("*.yaml")):
             print(f"{file.stem:<12} {file.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
@@ -114,7 +114,9 @@ def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]
     except (OSError, OmegaConfBaseException) as error:
         key = getattr(error, "full_key", None)
         where = f" at {key}" if key else ""
-        raise MetaTTTError(f"{file} cannot be read{where}: {str(error).splitlines()[0]}") from error
+        names = ", ".join(one.name for one in fields(Settings))
+        own = f"; settings are {names}, and keys of the file" if changes else ""
+        raise MetaTTTError(f"{file} cannot be read{where}: {str(error).splitlines()[0]}{own}") from error
     check_choice("kind", content.kind, KINDS)
     check_choice("size", size, content.sizes)
     section = content.sizes[size]
@@ -135,4 +137,4 @@ def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(exit_code(main, "the same command resumes from what is written"))

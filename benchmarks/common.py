@@ -39,7 +39,8 @@ def settings(kind: type[T], words: Sequence[str]) -> T:
         made: Any = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(words)))
         found: Any = OmegaConf.to_object(made)
     except OmegaConfBaseException as error:
-        raise MetaTTTError(f"{str(error).splitlines()[0]}; settings are {', '.join(names)}") from error
+        key, told = getattr(error, "full_key", None) or "", str(error).splitlines()[0]
+        raise MetaTTTError(f"{key}: {told}; settings are {', '.join(names)}".lstrip(": ")) from error
     for name in names:
         value = getattr(found, name)
         values = value if isinstance(value, list) else [value]
@@ -51,15 +52,15 @@ def settings(kind: type[T], words: Sequence[str]) -> T:
     return found
 
 
-def exit_code(function: Callable[[Sequence[str]], int]) -> int:
-    """Of a script: what a user can mend is one line and exit code 2."""
+def exit_code(function: Callable[[Sequence[str]], int], stopped: str = "nothing is written") -> int:
+    """Of a script: what a user can mend is one line and exit code 2; Ctrl-C says what that costs."""
     try:
         return function(sys.argv[1:])
     except MetaTTTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped: the same command resumes from what is written", file=sys.stderr)
+        print(f"stopped: {stopped}", file=sys.stderr)
         return 130
 
 

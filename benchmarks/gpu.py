@@ -8,6 +8,7 @@ goes on.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -91,8 +92,8 @@ def main(words: Sequence[str]) -> int:
     Raises:
         MetaTTTError: a setting that cannot be used.
     """
-    if not words or words[0] in ("-h", "--help"):
-        print(__doc__, Settings.__doc__)
+    if not words or {"-h", "--help"} & {*words}:
+        print(f"{__doc__}\n{inspect.cleandoc(Settings.__doc__ or '')}")
         return 0
     stage, given = words[0], settings(Settings, words[1:])
     check_choice("stage", stage, STAGES)
@@ -296,4 +297,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         measuring(sys.argv[2], json.loads(sys.argv[3]))
     else:
-        sys.exit(exit_code(main))
+        sys.exit(exit_code(main, "the same command resumes from what is written"))

@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         print(inspect.cleandoc(kind.__doc__))
         for field in dataclasses.fields(kind):
-            print(f"    {field.name}={str(getattr(kind(), field.name)).replace(' ', '')}")
+            print(f"    {field.name}={str(getattr(kind(), field.name)).replace(', ', ',')}")
         return 0
     names = [field.name for field in dataclasses.fields(Common)]
     shared = [word for word in words[1:] if word.partition("=")[0] in names]

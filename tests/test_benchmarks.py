@@ -49,11 +49,12 @@ def test_a_benchmark_checks_measures_and_writes(name: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize(("words", "expected"), [
     (["nobody"], "benchmark=nobody is not allowed"),
-    (["layer", "nobody=1"], "settings are layers, forms"),
+    (["layer", "lengths=64"], "lengths: "),
     (["layer", "lengths=[0]"], "integers from 1 on"),
     (["model", "lengths=[31]"], "multiples of 16"),
     (["table1", "sizes.cpu.seeds=0"], "table1.yaml cannot be read at sizes.cpu.seeds"),
     (["table1", "sizes.cpu.seeds=[0,0]"], "sizes.cpu.seeds=[0, 0] is not allowed"),
+    (["table1", "nobody=1"], "settings are size, jobs"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words: list[str], expected: str, tmp_path: Path) -> None:
     script = claims if words[0] == "table1" else speed
