@@ -3,24 +3,27 @@
 
 `models` are runs of `metattt train`; those whose names differ after the last `-` alone are seeds of one. `texts` has a
 folder for every kind of text. Of each kind, every second document chooses the settings (with the first seed), and the
-others are reported. `<output_dir>/adapt.md`, `.json` and `.csv` are written.
+others are reported. Also `documents=8` of a kind, of `least=2048` characters or more, read to `tokens=4096`; `order=5`,
+bytes of context of the cache; `output_dir=results`: `<output_dir>/adapt.md`, `.json` and `.csv` are written.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from common import Row, exit_code, settings
+from omegaconf import MISSING
 from report import Report
 from torch import Tensor
 
@@ -28,6 +31,7 @@ import metattt
 from metattt import Adapter
 from metattt.data.documents import read_documents
 from metattt.data.tokenizers import ByteTokenizer, document_tokens
+from metattt.errors import MetaTTTError
 from metattt.optimizers import Adam, BlockMomentum
 from metattt.optimizers.block import BlockRule
 
@@ -42,7 +46,7 @@ class Settings:
     """What is measured."""
 
     models: list[str] = field(default_factory=list)
-    texts: str = ""
+    texts: str = MISSING
     documents: int = 8  # of a kind
     tokens: int = 4096  # of a document, at most
     least: int = 2048
@@ -132,14 +136,23 @@ def cached(documents: Sequence[Tensor], order: int) -> Scored:
 
 def main(words: Sequence[str]) -> int:
     """Measures and writes; returns the exit code."""
+    if not words or {"-h", "--help"} & {*words}:
+        print(__doc__)
+        return 0
     chosen = settings(Settings, words)
     torch.set_num_threads(1)
     tuned: dict[str, list[Tensor]] = {}
     reported: dict[str, list[Tensor]] = {}
-    for folder in sorted(path for path in Path(chosen.texts).expanduser().iterdir() if path.is_dir()):
+    for folder in sorted(Path(chosen.texts).expanduser().glob("*/")):
         texts = [one.text for one in read_documents(str(folder), "text") if len(one.text) >= chosen.least]
         ids = [torch.from_numpy(document_tokens(ByteTokenizer(), one))[: chosen.tokens] for one in texts]
         tuned[folder.name], reported[folder.name] = ids[: chosen.documents : 2], ids[1 : chosen.documents : 2]
+    few = [kind for kind, documents in reported.items() if not documents]
+    if few or not reported:
+        raise MetaTTTError(
+            f"texts={chosen.texts} is not allowed: give a folder of folders, each with two or more documents of "
+            f"{chosen.least:,} characters{'; fewer are in ' * bool(few)}{', '.join(few)}"
+        )
     caches = {kind: cached(documents, chosen.order) for kind, documents in reported.items()}
     first: dict[str, tuple[Choice, float, float, int | None]] = {}
     records: list[Row] = []
@@ -169,7 +182,7 @@ def main(words: Sequence[str]) -> int:
                 })  # fmt: skip
                 print(*records[-1].values(), flush=True)
     tables = {name: table([row for row in records if row["model"] == name]) for name in first}
-    notes = [
+    notes = ["", f"`python benchmarks/adapt.py {shlex.join(words)}`", ""] + [
         f"{name}: {one.fast} by {one.rule}, η = {one.lr:g}, mini-batches of {one.size} tokens; the cache's share {mix:g}, "
         f"after adaptation {adapted_mix:g}." for name, (one, mix, adapted_mix, _) in first.items()
     ]  # fmt: skip
@@ -179,7 +192,7 @@ def main(words: Sequence[str]) -> int:
         "every document. Settings were chosen on other documents, with the first seed. The longer context is the best that "
         "takes no more time than adaptation."
     )
-    report = Report("Learning while reading", text, tables, records=records, notes=notes)
+    report = Report("Learning while reading", text, tables, settings=asdict(chosen), records=records, notes=notes)
     for written in report.write(Path(chosen.output_dir), "adapt", device="cpu"):
         print(f"written  {written}")
     return 0
@@ -197,7 +210,7 @@ def tune(model: torch.nn.Module, texts: dict[str, list[Tensor]], order: int) -> 
     contexts = {context: read_only(model, documents, context) for context in (*CONTEXTS, None)}
     for context, read in contexts.items():
         print(f"  {read.bits:.4f} {read.seconds:6.1f} s context {context}", flush=True)
-    affordable = [context for context, read in contexts.items() if read.seconds <= 1.1 * found[best].seconds]
+    affordable = [context for context, read in contexts.items() if read.seconds <= found[best].seconds]
     return best, alone, after, min(affordable, key=lambda context: contexts[context].bits)
 
 

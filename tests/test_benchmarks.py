@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import adapt
 import claims
 import gpu
 import pytest
@@ -55,9 +56,10 @@ def test_a_benchmark_checks_measures_and_writes(name: str, tmp_path: Path, monke
     (["table1", "sizes.cpu.seeds=0"], "table1.yaml cannot be read at sizes.cpu.seeds"),
     (["table1", "sizes.cpu.seeds=[0,0]"], "sizes.cpu.seeds=[0, 0] is not allowed"),
     (["table1", "nobody=1"], "settings are size, jobs"),
+    (["models=[a]", "texts=nowhere"], "texts=nowhere is not allowed: give a folder"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words: list[str], expected: str, tmp_path: Path) -> None:
-    script = claims if words[0] == "table1" else speed
+    script = {"table1": claims, "models=[a]": adapt}.get(words[0], speed)
     refusal(lambda: script.main([*words, f"output_dir={tmp_path}"] if len(words) > 1 else words), expected)
 
 
