@@ -51,8 +51,9 @@ def measured() -> str:
         table(head, rows)
         + "\nOne CPU thread, fp32, medians; other machines give other times. *Whole layer*: 4,096 tokens, D = 768, 12 heads"
         " (`python benchmarks/speed.py layer`).\n*Model*: 4 blocks, D = 256, 1,024 tokens; decoding is a token"
-        " after these (`speed.py model`). *Published style* is our\nreimplementation of the papers' PyTorch code, with the same"
-        " parameters. Every command checks its results before it times them\n([all measurements](docs/measured.md)).\n"
+        " after these (`speed.py model`),\n[recorded](docs/measured.md#decoding) except for attention and the published"
+        " style. *Published style* is our reimplementation of the papers'\nPyTorch code, with the same parameters. Every command"
+        " checks its results before it times them ([all measurements](docs/measured.md)).\n"
     )
 
 
