@@ -140,8 +140,9 @@ class Compared(NamedTuple):
     lower_is_better: bool
 
     def of(self, row: str, condition: str = "") -> list[Scored]:
-        """The runs of a row that have finished, by seed."""
-        return [one for one in self.scored if (one.row.name, one.condition) == (row, condition) and one.test.finished]
+        """The runs of a row by seed, if one of them has finished; the figure of one that has not is NaN."""
+        found = [one for one in self.scored if (one.row.name, one.condition) == (row, condition)]
+        return found if any(one.test.finished for one in found) else []
 
     def best(self, name: str) -> float | None:
         """The learning rate of a row (`condition, row`); None: none was tried, or none finished."""

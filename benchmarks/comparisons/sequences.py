@@ -102,7 +102,7 @@ def in_context(claim: Claim, runner: Runner) -> Report:
         runs = {name: compared.of(name, condition) for name in names}
         read = {name: [by_question(one.test, "loss") for one in ones] for name, ones in runs.items()}
         errors = {name: [one for one in ones if one] for name, ones in read.items()} | fitted
-        seeds = {name: [one.seed for one in ones] for name, ones in runs.items()}
+        seeds = {name: [one.seed for one in ones if one.test.finished] for name, ones in runs.items()}
         records += [
             {"condition": condition, "learner": name, "seed": seed, "examples": count, "squared_error": value}
             for name, found in errors.items() for seed, one in zip(seeds.get(name, [""]), found, strict=True)
