@@ -3,15 +3,13 @@
 
 `models` are runs of `metattt train`; those whose names differ after the last `-` alone are seeds of one. `texts` has a
 folder for every kind of text. Of each kind, every second document chooses the settings (with the first seed), and the
-others are reported. Also `documents=8` of a kind, of `least=2048` characters or more, read to `tokens=4096`; `order=5`,
-bytes of context of the cache; `output_dir=results`: `<output_dir>/adapt.md`, `.json` and `.csv` are written.
+others are reported. For the other settings see `Settings`. `<output_dir>/adapt.md`, `.json` and `.csv` are written.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import shlex
 import statistics
 import time
 from collections import defaultdict
@@ -136,9 +134,6 @@ def cached(documents: Sequence[Tensor], order: int) -> Scored:
 
 def main(words: Sequence[str]) -> int:
     """Measures and writes; returns the exit code."""
-    if not words or {"-h", "--help"} & {*words}:
-        print(__doc__)
-        return 0
     chosen = settings(Settings, words)
     torch.set_num_threads(1)
     tuned: dict[str, list[Tensor]] = {}
@@ -147,12 +142,9 @@ def main(words: Sequence[str]) -> int:
         texts = [one.text for one in read_documents(str(folder), "text") if len(one.text) >= chosen.least]
         ids = [torch.from_numpy(document_tokens(ByteTokenizer(), one))[: chosen.tokens] for one in texts]
         tuned[folder.name], reported[folder.name] = ids[: chosen.documents : 2], ids[1 : chosen.documents : 2]
-    few = [kind for kind, documents in reported.items() if not documents]
-    if few or not reported:
-        raise MetaTTTError(
-            f"texts={chosen.texts} is not allowed: give a folder of folders, each with two or more documents of "
-            f"{chosen.least:,} characters{'; fewer are in ' * bool(few)}{', '.join(few)}"
-        )
+    if not reported or not all(reported.values()):
+        way = f"give a folder of folders, each with two or more documents of {chosen.least:,} characters"
+        raise MetaTTTError(f"texts={chosen.texts} is not allowed: {way}")
     caches = {kind: cached(documents, chosen.order) for kind, documents in reported.items()}
     first: dict[str, tuple[Choice, float, float, int | None]] = {}
     records: list[Row] = []
@@ -182,7 +174,7 @@ def main(words: Sequence[str]) -> int:
                 })  # fmt: skip
                 print(*records[-1].values(), flush=True)
     tables = {name: table([row for row in records if row["model"] == name]) for name in first}
-    notes = ["", f"`python benchmarks/adapt.py {shlex.join(words)}`", ""] + [
+    notes = [
         f"{name}: {one.fast} by {one.rule}, η = {one.lr:g}, mini-batches of {one.size} tokens; the cache's share {mix:g}, "
         f"after adaptation {adapted_mix:g}." for name, (one, mix, adapted_mix, _) in first.items()
     ]  # fmt: skip

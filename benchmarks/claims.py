@@ -1,6 +1,6 @@
 """Claims of papers on a small scale: `python benchmarks/claims.py table1 size=cpu jobs=2`; alone, the list of claims.
 
-Sizes: smoke (minutes: a few steps of a few rows, too short to say anything), cpu (two cores), gpu (one GPU). Stopped, the same
+Sizes: smoke (minutes: a few steps of a few rows, which say nothing), cpu (two cores), gpu (one GPU). Stopped, the same
 command resumes: jobs that have finished in <runs_dir>/<claim>/<size> are not run again. `<output_dir>/<claim>/<size>.md`,
 `.json`, `.csv` and `.png` are written. A claim of yours is a file like those of `benchmarks/configs`, by its path. What
 a file has can be set: `sizes.cpu.seeds=[0,1]`.
@@ -112,10 +112,9 @@ def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]
         parts = OmegaConf.structured(File), OmegaConf.load(file), OmegaConf.from_dotlist(list(changes))
         content: Any = OmegaConf.to_object(OmegaConf.merge(*parts))
     except (OSError, OmegaConfBaseException) as error:
-        key = getattr(error, "full_key", None)
-        where = f" at {key}" if key else ""
+        where = f" at {key}" if (key := getattr(error, "full_key", None)) else ""
         names = ", ".join(one.name for one in fields(Settings))
-        own = f"; settings are {names}, and keys of the file" if changes else ""
+        own = f"; settings are {names}, and keys of the file" * bool(changes)
         raise MetaTTTError(f"{file} cannot be read{where}: {str(error).splitlines()[0]}{own}") from error
     check_choice("kind", content.kind, KINDS)
     check_choice("size", size, content.sizes)

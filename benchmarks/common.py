@@ -39,8 +39,8 @@ def settings(kind: type[T], words: Sequence[str]) -> T:
         made: Any = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(words)))
         found: Any = OmegaConf.to_object(made)
     except OmegaConfBaseException as error:
-        key, told = getattr(error, "full_key", None) or "", str(error).splitlines()[0]
-        raise MetaTTTError(f"{key}: {told}; settings are {', '.join(names)}".lstrip(": ")) from error
+        told = f"{getattr(error, 'full_key', None) or ''}: {str(error).splitlines()[0]}".lstrip(": ")
+        raise MetaTTTError(f"{told}; settings are {', '.join(names)}") from error
     for name in names:
         value = getattr(found, name)
         values = value if isinstance(value, list) else [value]
@@ -131,10 +131,11 @@ def in_turn(functions: Mapping[Name, Callable[[], object]], rounds: int, warmup:
 
 def measure(function: Callable[[], object]) -> float:
     """Seconds of one call; work on a GPU is waited for."""
-    _wait()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     started = time.perf_counter()
     function()
-    _wait()
+    wait()
     return time.perf_counter() - started
 
 
@@ -155,8 +156,3 @@ def reading(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], obje
 def rate(call: Callable[[], object], work: float) -> float:
     """Work a second, in the best of five calls."""
     return work / min(in_turn({"call": call}, 5)["call"])
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

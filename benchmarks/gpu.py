@@ -8,7 +8,6 @@ goes on.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -93,7 +92,7 @@ def main(words: Sequence[str]) -> int:
         MetaTTTError: a setting that cannot be used.
     """
     if not words or {"-h", "--help"} & {*words}:
-        print(f"{__doc__}\n{inspect.cleandoc(Settings.__doc__ or '')}")
+        print(__doc__, Settings.__doc__)
         return 0
     stage, given = words[0], settings(Settings, words[1:])
     check_choice("stage", stage, STAGES)
@@ -106,8 +105,8 @@ def main(words: Sequence[str]) -> int:
         raise MetaTTTError("benchmarks/gpu.py needs a CUDA device, and torch sees none here")
     if given.device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         raise MetaTTTError("device=cpu tries the script in Triton's interpreter: set TRITON_INTERPRET=1")
-    if wrong := [one for one in given.lengths if given.tokens % one]:
-        raise MetaTTTError(f"tokens={given.tokens} is no multiple of lengths={wrong}")
+    if any(given.tokens % one for one in given.lengths):
+        raise MetaTTTError(f"tokens={given.tokens} is no multiple of lengths={given.lengths}")
     own = "interpreter" if given.device == "cpu" else torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     card = given.card or re.sub(r"[^a-z0-9.]+", "-", own.lower()).strip("-.")
     results = Results(Path(given.output_dir) / "gpu" / card / "results.jsonl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
