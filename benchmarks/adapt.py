@@ -33,7 +33,6 @@ from metattt.errors import MetaTTTError
 from metattt.optimizers import Adam, BlockMomentum
 from metattt.optimizers.block import BlockRule
 
-LN2 = math.log(2)
 MIXES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # weights of the n-gram cache
 CONTEXTS = (0, 64, 192, 448, 960)  # tokens that are read once more for 64 others
 SIZE = 64  # tokens of a mini-batch, where nothing is learned
@@ -102,7 +101,7 @@ class Scored(NamedTuple):
     @property
     def bits(self) -> float:
         """Per token: tokens are bytes."""
-        return float(self.nats.mean()) / LN2
+        return float(self.nats.mean()) / math.log(2)
 
 
 def scored(adapter: Adapter, documents: Sequence[Tensor], learns: bool) -> Scored:
@@ -143,8 +142,7 @@ def main(words: Sequence[str]) -> int:
         ids = [torch.from_numpy(document_tokens(ByteTokenizer(), one))[: chosen.tokens] for one in texts]
         tuned[folder.name], reported[folder.name] = ids[: chosen.documents : 2], ids[1 : chosen.documents : 2]
     if not reported or not all(reported.values()):
-        way = f"give a folder of folders, each with two or more documents of {chosen.least:,} characters"
-        raise MetaTTTError(f"texts={chosen.texts} is not allowed: {way}")
+        raise MetaTTTError(f"texts={chosen.texts} is not allowed: give a folder of folders of two or more long texts")
     caches = {kind: cached(documents, chosen.order) for kind, documents in reported.items()}
     first: dict[str, tuple[Choice, float, float, int | None]] = {}
     records: list[Row] = []

@@ -113,8 +113,7 @@ def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]
         content: Any = OmegaConf.to_object(OmegaConf.merge(*parts))
     except (OSError, OmegaConfBaseException) as error:
         where = f" at {key}" if (key := getattr(error, "full_key", None)) else ""
-        names = ", ".join(one.name for one in fields(Settings))
-        own = f"; settings are {names}, and keys of the file" * bool(changes)
+        own = f"; settings are {', '.join(x.name for x in fields(Settings))}, and keys of the file" * bool(changes)
         raise MetaTTTError(f"{file} cannot be read{where}: {str(error).splitlines()[0]}{own}") from error
     check_choice("kind", content.kind, KINDS)
     check_choice("size", size, content.sizes)

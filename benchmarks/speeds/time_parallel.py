@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import init_device_mesh
 
 from metattt.composition.compose import build
+from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line, frame_of
@@ -54,6 +55,8 @@ class TimeParallel:
     widths: list[int] = some(768, 2048)
 
     def run(self, say: Say) -> Report:
+        if any(width % HEAD for width in self.widths):
+            raise MetaTTTError(f"widths={self.widths} is not allowed: multiples of {HEAD}, the width of a head")
         rows: list[Row] = []
         checks: list[Check] = []
         for ranks in self.ranks:

@@ -143,7 +143,7 @@ def returned(part: nn.Module, method: str, found: Any, kind: type[tuple[Any, ...
         WrongReturn: it is no such pair.
     """
     pair = type(found) is tuple and len(found) == 2 and hasattr(found[0], "_fields")
-    if not pair or not isinstance(found[1], dict) or not all(isinstance(x, Tensor) for x in found[1].values()):
+    if not pair or not isinstance(found[1], Mapping) or not all(isinstance(x, Tensor) for x in found[1].values()):
         name = f"the state {found[1]}" if pair else f"a {type(found).__name__}"
         raise WrongReturn(
             f"{type(part).__name__}.{method} returns {name}: it must return ({kind.__name__}, state), the state a "

@@ -143,8 +143,9 @@ def causality(spec: Specimen) -> float:
         changed = torch.cat([x[:, : t + 1], 1 - x[:, t + 1 :]], dim=1)
         gap = distance(run(layer, changed).y[:, : t + 1], y[:, : t + 1].detach())
         leak = gradient[:, t + 1 :].abs().max().item()
-        leak = leak if math.isfinite(leak) else math.inf
-        worst = max(worst, leak, gap if gap > 1e-12 else 0.0)  # the rest is rounding
+        worst = max(
+            worst, leak if math.isfinite(leak) else math.inf, gap if gap > 1e-12 else 0.0
+        )  # the rest is rounding
     return worst
 
 
@@ -181,7 +182,8 @@ def limits(spec: Specimen) -> float:
 def round_trips(spec: Specimen) -> float:
     """`state_dict`, deep copies, evaluation mode and saved states give back the same layer and the same state; states
     move between devices."""
-    layer, x = spec.sample, spec.tokens()
+    layer = spec.sample
+    x = spec.tokens()
     before, cut = run(layer, x), layer.optimizer.mini_batch_size + 1
     fresh = spec.make(seed=4)
     fresh.load_state_dict(layer.state_dict())

@@ -33,7 +33,7 @@ def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
     if not found:
         raise NotApplicable("the learner keeps its data and has one form")
     x = spec.tokens(dtype=dtype)
-    cuts = [spec.sample.optimizer.mini_batch_size + 2]  # inside a mini-batch: the second call continues with a state
+    cuts = _cuts(spec)
     oracle = run(spec.make(form=found[0], dtype=dtype), x, cuts, grads=True)
     others = [run(spec.make(form=form, dtype=dtype), x, cuts, grads=True) for form in found[1:]]
     return max((compare(other, oracle) for other in others), default=0.0)
@@ -41,7 +41,7 @@ def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
 
 def loss_of_the_oracle(spec: Specimen) -> tuple[float, str]:
     """The error of the reference in float32, measured as in `forms_in`, with an explanation."""
-    form, cuts = spec.forms()[0], [spec.sample.optimizer.mini_batch_size + 2]
+    form, cuts = spec.forms()[0], _cuts(spec)
     single = spec.make(form=form, dtype=torch.float32)
     double = spec.make(form=form)
     double.load_state_dict(single.state_dict())  # the same numbers
@@ -115,3 +115,8 @@ def _frobenius(found: Run, expected: Run, of: str) -> float:
     )
     error = ((now - then).norm() / then.norm()).item()
     return error if math.isfinite(error) else math.inf
+
+
+def _cuts(spec: Specimen) -> list[int]:
+    # inside a mini-batch: the second call continues with a state
+    return [spec.sample.optimizer.mini_batch_size + 2]

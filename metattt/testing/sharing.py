@@ -20,7 +20,9 @@ def aliasing(spec: Specimen) -> float:
     optimizer changes no state, and changing a state in place changes no layer."""
     layer = spec.sample
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
-    x, worst, size = spec.tokens(), 0.0, layer.optimizer.mini_batch_size
+    x = spec.tokens()
+    worst = 0.0
+    size = layer.optimizer.mini_batch_size
     for count in (1, size, size + 1):  # without, with a commit, and after it
         state = run(layer, x[:, :count]).state
         if any(tensor.untyped_storage().data_ptr() in own for tensor in tensors_of(state)):
@@ -35,7 +37,8 @@ def aliasing(spec: Specimen) -> float:
 
 def threads(spec: Specimen) -> float:
     """Calls from several threads at once give the same results as one after the other."""
-    layer, x = spec.sample, spec.tokens()
+    layer = spec.sample
+    x = spec.tokens()
     inputs = [x.roll(index, 1) + index for index in range(THREADS)]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         expected = [_several_calls(layer, tokens) for tokens in inputs]
