@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metattt.checkpoints.trained import load_model
+from metattt.metrics_file import STEP, read_rows
 
 sys.path.append(str(Path(__file__).parent.parent))
 from processes_for_tests import Program
-from runs_for_tests import log
+from runs_for_tests import log, steps
 
 KINDS = {"plain": "", "ddp": "trainer=ddp trainer.devices=2", "fsdp": "trainer=fsdp trainer.devices=2"}
 WAYS = ("SIGKILL", "SIGTERM", "full disk")
@@ -53,7 +54,7 @@ class Life:
     """A run from one start to its end, in as many processes as its kind has, each as torchrun starts it."""
 
     def __init__(self, kind: str, run: Path):
-        self.run, self.began = run, time.time()
+        self.run, self.began, self.done = run, time.time(), max(steps(run), default=0)
         given = f"train {TINY} {KINDS[kind]} data.path={run.parent / 'text'} output_dir={run}"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -97,9 +98,11 @@ class Life:
         return all(process.poll() is None for process in self.processes)
 
     def is_under_way(self) -> bool:
-        """Whether it has logged something: before, its processes may not have found one another."""
-        log = self.run / "metrics.csv"
-        return log.exists() and log.stat().st_mtime > self.began
+        """Whether it has logged a step of its own: before, its processes may not have found one another. (A run that
+        goes on first cuts its log to the steps of its checkpoint.)"""
+        file = self.run / "metrics.csv"
+        changed = file.exists() and file.stat().st_mtime > self.began
+        return changed and any(int(row[STEP]) > self.done for row in read_rows(file)[0])
 
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written, under another name than it will have."""
