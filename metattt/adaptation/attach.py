@@ -8,7 +8,7 @@ dropped with it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, reduce
 from inspect import signature
@@ -32,7 +32,9 @@ FORMAT = "metattt attached layers"
 CODE = ("_target_", "custom", "${", "://", "=")  # what settings in a file must not have: they would name classes
 
 
-def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **settings: Any) -> Attached:
+def attach(
+    model: nn.Module, pattern: str | Sequence[str], layer: str, how: str = "beside", **settings: Any
+) -> Attached:
     """Puts fast weights into modules of a model, which is changed in place. At the start its logits stay what they
     were, bit for bit, but for `how="replace"`.
 
@@ -43,7 +45,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
 
     Args:
         model: a causal language model of Transformers.
-        pattern: of the modules' names.
+        pattern: of the modules' names, or several.
         layer: a layer of `metattt.build` or a sum, `window_attention+ttt_linear`, for attentions: `y = attention(x) +
             tanh(a) layer(x)` with a = 0 at the start; or `in_place`, for linear maps: see `InPlaceLinear`.
         how: `beside`, or for attentions `replace`: the layer in place of them.
@@ -57,11 +59,14 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     check_choice("how", how, ("beside",) if layer == IN_PLACE else ("beside", "replace"))
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise MetaTTTError(f"attach takes a causal language model of Transformers, and not a {type(model).__name__}")
-    names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-    if not names:
-        near = [name for name, _ in model.named_modules() if name.endswith(("attn", "attention", "mixer", "down_proj"))]
+    known = [name for name, _ in model.named_modules() if name]
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    names = [name for name in known if any(fnmatchcase(name, one) for one in patterns)]
+    unused = [one for one in patterns if not any(fnmatchcase(name, one) for name in known)]
+    if unused or not names:
+        near = [name for name in known if name.endswith(("attn", "attention", "mixer", "down_proj"))]
         raise MetaTTTError(
-            f"{pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
+            f"{unused[0] if unused else pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
         )
     if fixed := settings.keys() & {"dim", "name"}:
         raise MetaTTTError(f"{min(fixed)} is no setting of attach: the model says how wide a layer is")
@@ -158,8 +163,9 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
     missing = f"{path} does not exist: `attach(...).save(path)` writes it"
     other = "holds no attached layers: give a file that `attach(...).save` has written"
     file, tensors, about = read_own(path, "path", FORMAT, missing, other)
-    words = [about.get(key) for key in ("base", "pattern", "layer", "how")]
-    settings = about.get("settings")
+    pattern, settings = about.get("pattern"), about.get("settings")
+    words = [about.get(key) for key in ("base", "layer", "how")]
+    words += pattern if isinstance(pattern, list) else [pattern]
     if not all(isinstance(one, str) for one in words) or not isinstance(settings, dict):
         raise MetaTTTError(f"{file} is damaged: it does not say what its parameters belong to")
     if any(word in json.dumps([about["layer"], settings]) for word in CODE):
@@ -173,7 +179,7 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(about["base"], use_safetensors=True)
-    made = attach(model, about["pattern"], about["layer"], about["how"], **settings)
+    made = attach(model, pattern, about["layer"], about["how"], **settings)
     parameters = dict(made.named_parameters())
     wrong = tensors.keys() ^ parameters.keys() or {
         name for name, one in parameters.items() if one.shape != tensors[name].shape

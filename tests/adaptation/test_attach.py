@@ -29,11 +29,11 @@ transformers = pytest.importorskip("transformers")
 V = 40
 IDS = torch.randint(0, V, (2, 21), generator=torch.Generator().manual_seed(2))
 ATTENTION, DOWN = "model.layers.*.self_attn", "model.layers.*.mlp.down_proj"
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS: dict[str, tuple[str | list[str], dict[str, Any]]] = {
     "ttt_linear": (ATTENTION, {}),
     "gated_delta_net": ("model.layers.1.self_attn", {"num_heads": 4}),
     "mamba+ttt_linear": (ATTENTION, {}),
-    "window_attention": (ATTENTION, {"learner.window": 4}),
+    "window_attention": (["model.layers.0.self_attn", "model.layers.1.*attn"], {"learner.window": 4}),
     "in_place": (DOWN, {"chunk": 4, "lr": 0.7}),
     "in_place_embeddings": (DOWN, {"chunk": 5, "labels": "embeddings", "project": False}),
 }
@@ -368,6 +368,8 @@ def test_mistakes_are_named() -> None:
     hooks = [len(one._forward_hooks | one._forward_pre_hooks) for one in made.modules()]
     for pattern, layer, settings, message in (
         ("layers.*.attn", "ttt_linear", {}, "are called model.layers.0.self_attn, model.layers.0.mlp.down_proj"),
+        ([ATTENTION, "layers.*.attn"], "ttt_linear", {}, "layers.*.attn names no module"),
+        ([], "ttt_linear", {}, "names no module"),
         ("*", "ttt_linear", {}, "model is in no list of blocks"),
         (ATTENTION, "ttt_lineer", {}, "ttt_linear"),
         (DOWN, "ttt_linear", {}, "goes beside an attention"),
