@@ -37,7 +37,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
-    """Formulas as MathML."""
+    """Formulas as MathML. A search finds the pages of the documentation before those of results and examples."""
+    if page.file.src_uri.startswith(OUTSIDE):
+        page.meta["search"] = {"boost": 0.1}
     return FORMULA.sub(formula, content)
 
 
