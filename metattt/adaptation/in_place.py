@@ -54,26 +54,25 @@ class InPlaceLinear(nn.Module):
         self.linear, self.chunk, self.lr = linear, chunk, lr
         weight = linear.weight
         self.conv = nn.Parameter(weight.new_zeros(linear.out_features, 1, TAPS))
-        self.project = None
-        if project:
-            self.project = nn.Parameter(torch.eye(linear.out_features, dtype=weight.dtype, device=weight.device))
+        self.project = nn.Parameter(weight.new_ones(linear.out_features).diag()) if project else None
 
     def forward(self, h: Tensor, t: Tensor, state: InPlaceState | None = None) -> tuple[Tensor, InPlaceState]:
         """`h` `[B, T, F]` and labels `t` `[B, T, D]` to `[B, T, D]`, and the state for the next call."""
-        change, begun = None, 0
+        y, change, begun = self.linear(h), None, 0
         if state is not None:
             change, begun = state.change, state.inputs.shape[1]
             h, t = torch.cat([state.inputs, h], dim=1), torch.cat([state.labels, t], dim=1)
         outputs = []
         for inputs, labels in zip(h.split(self.chunk, dim=1), t.split(self.chunk, dim=1), strict=True):
-            y = self.linear(inputs)
-            outputs.append(y if change is None else y + self.lr * (inputs.to(change.dtype) @ change.mT).to(y.dtype))
+            new, begun = inputs[:, begun:], 0  # those before were read in earlier calls
+            part, y = y[:, : new.shape[1]], y[:, new.shape[1] :]
+            outputs.append(part if change is None else part + self.lr * (new.to(change.dtype) @ change.mT).to(y.dtype))
             if inputs.shape[1] == self.chunk:
                 with torch.autocast("cpu" if h.is_meta else h.device.type, enabled=False):
                     learned = self._labels(labels).mT @ inputs.to(torch.promote_types(inputs.dtype, torch.float32))
                 change = learned if change is None else change + learned
         rest = h.shape[1] - h.shape[1] % self.chunk
-        return torch.cat(outputs, dim=1)[:, begun:], InPlaceState(change, h[:, rest:], t[:, rest:])
+        return torch.cat(outputs, dim=1), InPlaceState(change, h[:, rest:], t[:, rest:])
 
     def _labels(self, t: Tensor) -> Tensor:
         """v `[B, c, D]` of a complete chunk, in fp32 or wider."""

@@ -133,6 +133,16 @@ def test_in_place_equals_the_published_computation() -> None:
         assert torch.equal(layer(*given)[1].change, expected)
 
 
+def test_the_pretrained_map_maps_each_token_once_and_alone_at_the_start() -> None:
+    linear, read, state = nn.Linear(24, 12), [], None
+    layer, whole = InPlaceLinear(linear, 4), torch.randn(1, 21, 24)
+    linear.register_forward_hook(lambda _, given, y: read.append(y))
+    for part in whole.split([9, 1, 1, 10], dim=1):
+        y, state = layer(part, part[..., :12], state)
+        assert torch.equal(y, read[-1])
+    assert [one.shape[1] for one in read] == [9, 1, 1, 10]
+
+
 def test_in_place_in_an_mlp_that_is_called_by_name() -> None:
     made = llama()
     trained(attached(made, "in_place"))
