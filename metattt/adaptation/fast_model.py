@@ -291,7 +291,7 @@ def _chosen(
         (name, module, attribute, parameter)
         for name, module in model.named_modules()
         for attribute, parameter in module.named_parameters(recurse=False)
-        if parameter.is_floating_point()
+        if parameter.is_floating_point() or (low_rank and _widths(module))
     ]
     keys: dict[int, str] = {}
     for name, module, attribute, parameter in held:

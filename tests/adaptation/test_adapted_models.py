@@ -318,6 +318,16 @@ def test_linear_maps_that_are_left_out_are_named(caplog: pytest.LogCaptureFixtur
     refusal(lambda: Adapter(model, "lora", frozen_blocks=2), match="frozen_blocks=2 may leave none")
 
 
+def test_a_quantised_map_learns_a_low_rank_change() -> None:
+    made, nats = llama(), []
+    for scale, kind in ((64, torch.float64), (1, torch.int8)):
+        for one in (block.mlp.down_proj for block in made.model.layers):
+            one.weight = nn.Parameter((scale * one.weight.data).round().to(kind), requires_grad=False)
+            one.forward = lambda x, one=one: F.linear(x, one.weight.double() / 64)
+        nats.append(Adapter(made, "lora", adam()).read(IDS).nats)
+    close(*nats)
+
+
 @pytest.mark.parametrize("fast", ["lora", "all"])
 def test_experts_that_are_left_out_are_named(fast: str, caplog: pytest.LogCaptureFixture) -> None:
     made = hf_for_tests.llama("Mixtral", vocab_size=V, num_key_value_heads=1, num_local_experts=2)
