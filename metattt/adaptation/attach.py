@@ -57,7 +57,7 @@ def attach(
             later tokens.
     """
     check_choice("how", how, ("beside",) if layer == IN_PLACE else ("beside", "replace"))
-    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+    if not hasattr(model, "get_input_embeddings") or getattr(model.config, "model_type", "") == "metattt":
         raise MetaTTTError(f"attach takes a causal language model of Transformers, and not a {type(model).__name__}")
     known = [name for name, _ in model.named_modules() if name]
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)

@@ -319,6 +319,7 @@ def test_the_cache(model: MetaTTTForCausalLM) -> None:
     assert cache.batch_size == 1
     refusal(lambda: cache.crop(1), "cannot be taken back")
     refusal(lambda: cache.update(ids, ids, 0), "no keys and values")
+    refusal(lambda: metattt.attach(model, "*.down", layer="in_place"), "not a MetaTTTForCausalLM")  # blocks see no cache
     cache.crop(0)
     cache.reset()
     assert (cache.batch_size, len(cache), cache.get_seq_length(), cache.state) == (-1, 0, 0, None)
