@@ -172,10 +172,6 @@ def test_repetition_is_learned_and_generated() -> None:
     continued = adapter.generate(text[:, :9], 7, temperature=0)
     assert continued.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7]]
     assert Adapter(model).generate(text[:, :9], 3, temperature=0).shape == (1, 12)
-    llm = llama()
-    tuned = Adapter(llm, "lora", adam())
-    tuned.read(IDS[:1])
-    assert tuned.generate(IDS[:1, :4], 5, do_sample=False).shape == (1, 9)
 
 
 def test_copies_single_tokens_beams_threads_and_inference_mode(tmp_path: Path) -> None:
@@ -363,13 +359,6 @@ def test_the_blocks_of_a_model_that_sees_images_are_those_of_its_text() -> None:
     model(IDS)
 
 
-@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForTokenClassification", "LlamaForQuestionAnswering"])
-def test_models_that_predict_no_tokens_are_refused(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    made = getattr(transformers, kind)(hf_for_tests.llama(vocab_size=V).config)
-    refusal(lambda: Adapter(made), f"causal language model, and not a {kind}")
-
-
 def test_a_module_that_has_other_values_during_a_call_learns_nothing(caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft")
     settings = {"target_parameters": ["mlp.down_proj.weight"], "target_modules": [], "init_lora_weights": False}
@@ -405,9 +394,10 @@ def test_hooks_of_modules_run_once_and_outside_of_transforms(fast: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("BertLMHeadModel", "changes what it predicts"), ("T5ForConditionalGeneration", "not a T5For"), ("", "not a Linear")],
-)
-def test_models_that_see_the_token_they_predict_are_refused(kind: str, message: str) -> None:
+    [("BertLMHeadModel", "changes what it predicts"), ("T5ForConditionalGeneration", "not a T5For"), ("", "not a Linear"),
+     *((f"Llama{end}", f"not a Llama{end}") for end in ("Model", "ForTokenClassification", "ForQuestionAnswering"))],
+)  # fmt: skip
+def test_models_that_see_the_token_they_predict_or_predict_none_are_refused(kind: str, message: str) -> None:
     transformers = pytest.importorskip("transformers")
     made: nn.Module = nn.Linear(2, 2)
     if kind:
@@ -427,7 +417,6 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     refusal(lambda: adapter.generate(IDS[:1].repeat(3, 1)), "holds 2 documents")
     adapter.read([IDS[0], IDS[1, :3]])
     refusal(lambda: adapter.read(IDS), "has ended")
-    refusal(lambda: Adapter(llama(), rule=adam(mini_batch_size=20)), "32 positions")
     refusal(lambda: Adapter(ours(), "all", momentum(base_lr=1e30), clip=None).read(IDS), match=r"not finite|NaN")
 
 
