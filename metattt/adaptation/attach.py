@@ -83,10 +83,8 @@ def attach(
                 mlp = model.get_submodule(name.rpartition(".")[0])
                 made[name] = _InPlace(name, module, call, mlp, width, dict(settings))
             else:
-                made[name] = _Beside(name, module, call, layer, how, width, settings)
-        for one in made.values():
-            if isinstance(one, _Beside):
-                require_causal(one.layer, width)
+                made[name] = beside = _Beside(name, module, call, layer, how, width, settings)
+                require_causal(beside.layer, width)
     except BaseException:
         call.end()
         raise
