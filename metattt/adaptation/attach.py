@@ -143,9 +143,10 @@ class Attached:
         Raises:
             MetaTTTError: the file cannot be written.
         """
-        base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
+        config: Any = self.model.config
+        about = {"base": config._name_or_path, "model_type": config.model_type} | self._about
         tensors = {name: one.detach() for name, one in self.named_parameters()}
-        write_own(path, tensors, {"format": FORMAT, "base": base} | self._about)
+        write_own(path, tensors, {"format": FORMAT} | about)
 
 
 def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
@@ -176,7 +177,15 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
         need("transformers", extra="hf", what="the pretrained model")
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(about["base"], use_safetensors=True)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(about["base"], use_safetensors=True)
+        except OSError as error:
+            raise MetaTTTError(
+                f"{file} belongs to the model {about['base']}, which cannot be read: give model=<the model>"
+            ) from error
+    kinds = about.get("model_type"), getattr(getattr(model, "config", None), "model_type", None)
+    if None not in kinds and kinds[0] != kinds[1]:
+        raise MetaTTTError(f"{file} is of another model: of the type {kinds[0]}, and this is a {kinds[1]}")
     made = attach(model, pattern, about["layer"], about["how"], **settings)
     parameters = dict(made.named_parameters())
     wrong = tensors.keys() ^ parameters.keys() or {

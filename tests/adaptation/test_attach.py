@@ -431,7 +431,11 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     before = made(IDS).logits
     other = hf_for_tests.llama(vocab_size=V, hidden_size=24)
     refusal(lambda: load_attached(file, other), "is of another model")
+    refusal(lambda: load_attached(file, llama("Mistral")), "of the type llama, and this is a mistral")
     refusal(lambda: load_attached(file), "had no name: give model=")
+    made.config._name_or_path = str(tmp_path / "gone")
+    own.save(file)
+    refusal(lambda: load_attached(file), "which cannot be read: give model=")
     assert type(other.model.layers[0].mlp.down_proj) is nn.Linear
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
