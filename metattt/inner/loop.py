@@ -168,18 +168,12 @@ class InnerLoop(Parts):
             before = memory
             if "commit" in memory and (step < steps or block.commit is not False):  # `W_a ← W_t`
                 memory = rule.commit(before, block.filled)
-                if step == steps and isinstance(block.commit, Tensor):
-                    memory = choose(block.commit, memory, before, {**before, **memory})
-        if plan.replays or steps > 1:
-            memory = _only_complete(entering, memory, block.commit)
+        anew = plan.replays or steps > 1  # what is incomplete has no token, or is learned anew by the next call
+        unchanged = entering if anew else before
+        if block.commit is False:
+            memory = unchanged
+        elif isinstance(block.commit, Tensor) and (anew or "commit" in before):
+            memory = choose(block.commit, memory, unchanged, {**unchanged, **memory})
         if read is not None and len(ys) > 1:
             y = torch.cat(ys, dim=2)  # type: ignore[arg-type]
         return y, before, memory
-
-
-def _only_complete(before: Memory, after: Memory, complete: bool | Tensor) -> Memory:
-    """The memory after a mini-batch that is incomplete and will be replayed, or has no token: unchanged."""
-    if isinstance(complete, bool):
-        return after if complete else before
-    left_out = {"update", *(("weights",) if "commit" in after else ())}  # the newest weights are the commit then
-    return choose(complete, after, before, [slot for slot in after if slot not in left_out])
