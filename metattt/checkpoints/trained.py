@@ -45,6 +45,7 @@ class Trained(NamedTuple):
     # of a classifier, how its run made images of pictures (`metattt.data.images.Images`); None: not known
     evaluation: dict[str, Any] | None = None
     data: str | None = None  # the fingerprint of the data of its run (`metattt.data.base.Data`)
+    classes: list[str] | None = None  # of a classifier, their names by number, as its run has recorded them
 
 
 class Weights(NamedTuple):
@@ -237,7 +238,9 @@ def _of_run(file: Path, content: Mapping[str, Any], skip: Collection[str], trust
     config = record_config(content[RECORD], file, skip, trust)
     evaluation = _evaluation(file, content[RECORD].get("evaluation"))
     tokenizer = read_tokenizer(file) or ("bytes" if "global_step" in content else None)
-    return Trained(file, config, tokenizer, evaluation, content[RECORD].get("data"))
+    names = content[RECORD].get("classes")
+    classes = names if isinstance(names, list) and names and all(isinstance(name, str) for name in names) else None
+    return Trained(file, config, tokenizer, evaluation, content[RECORD].get("data"), classes)
 
 
 def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:

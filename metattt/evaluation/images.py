@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.files import home
-from metattt.checkpoints.record import RECORD
-from metattt.checkpoints.trained import Trained, read_checkpoint
+from metattt.checkpoints.trained import Trained
 from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of
@@ -62,7 +60,7 @@ def evaluate(job: Evaluation) -> dict[str, ImageScores]:
         model = job.model(name)
         data: Images = job.data(source)
         data.evaluation = job.known[name].evaluation or data.evaluation
-        data.known_classes = recorded_classes(job.known[name].path)
+        data.known_classes = job.known[name].classes
         data.setup("test" if chosen.split == "test" else "validate")
         loader = data.test_dataloader() if chosen.split == "test" else data.val_dataloader()
         with drawn_alike(model):
@@ -99,12 +97,6 @@ def _source(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
     if "path" in given:
         run.pop("validation_path", None)  # of the other images
     return run | given
-
-
-def recorded_classes(file: Path) -> list[str] | None:
-    """The names of a checkpoint's classes by their numbers, as its run has recorded them; None: it has not."""
-    names = read_checkpoint(file, "none")[RECORD].get("classes")
-    return names if isinstance(names, list) and names and all(isinstance(name, str) for name in names) else None
 
 
 @contextmanager

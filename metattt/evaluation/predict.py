@@ -21,7 +21,7 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.documents import walk
 from metattt.data.images import CorruptImage, image_suffixes, in_colours
 from metattt.errors import MetaTTTError
-from metattt.evaluation.images import drawn_alike, recorded_classes
+from metattt.evaluation.images import drawn_alike
 from metattt.evaluation.output import finite, report, table, tracked, writable
 from metattt.io import path_of
 from metattt.optional import need
@@ -88,7 +88,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     folder = writable(chosen.output_dir, home(file) / "predict")
     device = pick_device(chosen.device)
     model: Any = load_model(file, device, trust)[0]
-    names = class_names(file, model.num_classes)
+    names = class_names(found.classes or [], model.num_classes)
     if found.evaluation is None:
         raise MetaTTTError(
             f"{file} does not say how its images are resized and cropped: its data has no `evaluation`, which "
@@ -123,10 +123,9 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     return predictions
 
 
-def class_names(file: Path, count: int) -> list[str]:
-    """The names of a checkpoint's classes by their numbers: those that its run has recorded, else the numbers."""
-    named = recorded_classes(file) or []
-    shown = ["".join(c if c.isprintable() else "?" for c in name)[:LONGEST_NAME] for name in named[:count]]
+def class_names(recorded: Sequence[str], count: int) -> list[str]:
+    """The names of a model's classes by their numbers: those that its run has recorded, else the numbers."""
+    shown = ["".join(c if c.isprintable() else "?" for c in name)[:LONGEST_NAME] for name in recorded[:count]]
     return shown + [str(number) for number in range(len(shown), count)]
 
 
