@@ -66,7 +66,8 @@ def attach(
     if unused or not names:
         near = [name for name in known if name.endswith(("attn", "attention", "mixer", "down_proj"))]
         raise MetaTTTError(
-            f"{unused[0] if unused else pattern} names no module of the model: its attentions and MLPs are called {', '.join(near[:3])}"
+            f"{unused[0] if unused else pattern} names no module of the model: its attentions and MLPs "
+            f"are called {', '.join(near[:3])}"
         )
     if fixed := settings.keys() & {"dim", "name"}:
         raise MetaTTTError(f"{min(fixed)} is no setting of attach: the model says how wide a layer is")
