@@ -24,7 +24,7 @@ from metattt.state import Tensors
 
 Memory = dict[str, Tensors]
 
-WEIGHTS = ("commit", "anchor", "origin", "dual", "weights")  # slots that hold W0 at the start of a sequence
+WEIGHTS = ("commit", "anchor", "origin", "dual")  # slots that hold W0 at the start of a sequence
 COUNTERS = ("age",)  # slots with a number for each head
 
 
@@ -34,15 +34,18 @@ def newest(slots: Collection[str]) -> str:
 
 
 def at_start(slots: Iterable[str], init: Iterable[tuple[str, Tensor]], batch: int, dtype: torch.dtype) -> Memory:
-    """W0 `[B, H, *shape]` in every slot of a fresh sequence, each a separate copy that the caller may keep."""
-    held = [slot for slot in slots if slot in WEIGHTS and slot != "weights"]
-    if "commit" not in held and "anchor" not in held:
-        held.append("weights")
+    """W0 `[B, H, *shape]` in every slot of a fresh sequence, each a separate copy that the caller may keep. `weights` is
+    one if there is neither `commit` nor `anchor`."""
     memory: Memory = {}
+    for slot in slots:
+        if slot in WEIGHTS:
+            memory[slot] = {}
+    if "commit" not in memory and "anchor" not in memory:
+        memory["weights"] = {}
     for name, value in init:
         start = value.to(dtype).expand(batch, *value.shape)
-        for slot in held:
-            memory.setdefault(slot, {})[name] = start.clone(memory_format=torch.contiguous_format)
+        for held in memory.values():
+            held[name] = start.clone(memory_format=torch.contiguous_format)
     return memory
 
 
