@@ -25,8 +25,10 @@ class TTTLayer(PlannedLayer):
 
     ```
     k, v, q = task.views(x)              # training, label and test view of each token
-    η, α, β, κ = optimizer.gates(x)
-    W_t = rule(W, ∇ task.loss(f(k_t; W), v_t))
+    η, α, β, κ = optimizer.gates(x)      # β = 0 and α = κ = 1 where a rule has none
+    G_t = ∇ task.loss(f(k_t; W), v_t)    # f is the learner; `optimizer.anchor` says at which W
+    S_t = β_t S_{t−1} − η_t G_t
+    W_t = α_t W_{t−1} + κ_t S_t
     y_t = f(q_t; W_t)                    # then norm, gate and output projection
     ```
 

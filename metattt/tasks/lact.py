@@ -52,11 +52,11 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
         norm = "RMSNorm(θ{0} x_t)" if self.qk_norm else "θ{0} x_t"
         k, q = (f"RoPE_t(u/‖u‖), u = silu(s_{i} ∘ {norm.format(i)} + o_{i})" for i in "KQ")
         lines = [f"k_t = {k}", f"v_t = {'silu(θV x_t)' if self.silu_v else 'θV x_t'}", f"q_t = {q}"]
-        width = f"pairs of features of heads {self.rope_width} wide"
+        place = f"the position of t in its document, base {self.rope_theta:g}, in heads {self.rope_width} wide"
         return [
             *lines,
             "ℓ_t(W) = −⟨v_t, f(k_t; W)⟩",
-            f"RoPE_t: by the position of t in its document, base {self.rope_theta:g}, {width}",
+            f"RoPE_t: turns features 2i and 2i + 1 by {place}",
         ]
 
     def views(

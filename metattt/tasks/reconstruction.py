@@ -201,8 +201,8 @@ class Reconstruction(Task):
             lines.append(f"{which}: causal, {self.short_conv} tokens, each channel by itself")
         if self.rope != "none":
             place = {"mini_batch": "the position of t in its mini-batch", "full": "the position of t in its document"}
-            halves = "row and column of t in the map, half of all features each"
-            lines.append(f"RoPE_t: by {place.get(self.rope, halves)}, base {self.rope_theta:g}")
+            by = place.get(self.rope, "row and column of t in the map, half of all features each")
+            lines.append(f"RoPE_t: turns features 2i and 2i + 1 by {by}, base {self.rope_theta:g}")
         if self.groups != self.num_heads:
             lines.append(f"k and v have {self.groups} heads, each for {self.num_heads // self.groups} of q")
         return lines
