@@ -54,22 +54,13 @@ def plot(
 def _outer(
     axes: Any, points: Mapping[str, Sequence[Sequence[float]]], baselines: Mapping[str, float], label: str, title: str
 ) -> None:
-    """The metric against steps; the lines of the baselines are named where they are."""
+    """The metric against steps, and the baselines, the highest first in the legend as in the picture."""
     if points["train"]:
         axes.plot(*zip(*points["train"], strict=True), linewidth=1.0, color=TRAINING, label="training, one batch")
     if points["validation"]:
         axes.plot(*zip(*points["validation"], strict=True), "o-", markersize=4, color=VALIDATION, label="validation")
-    ordered = sorted(baselines.items(), key=lambda pair: -pair[1])
-    for number, ((name, value), color) in enumerate(zip(ordered, BASELINES * 9, strict=False)):
-        axes.axhline(value, linestyle=(0, (5, 3)), linewidth=1.1, color=color)
-        # the highest is named above its line, others below: lines may be close
-        place = {
-            "xytext": (0, 3 if number == 0 else -11),
-            "textcoords": "offset points",
-            "fontsize": 8.5,
-            "color": color,
-        }
-        axes.annotate(f"{name}  {value:.3f}", (0.01, value), xycoords=("axes fraction", "data"), **place)
+    for (name, value), color in zip(sorted(baselines.items(), key=lambda pair: -pair[1]), BASELINES * 9, strict=False):
+        axes.axhline(value, linestyle=(0, (5, 3)), linewidth=1.1, color=color, label=f"{name}  {value:.3f}")
     for step, value in [pair for pair in points["validation"] if math.isfinite(pair[1])][-1:]:
         place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "right"}
         axes.annotate(f"{value:.3f}", (step, value), fontsize=9.5, fontweight="bold", color=VALIDATION, **place)
