@@ -34,8 +34,8 @@ def newest(slots: Collection[str]) -> str:
 
 
 def at_start(slots: Iterable[str], init: Iterable[tuple[str, Tensor]], batch: int, dtype: torch.dtype) -> Memory:
-    """W0 `[B, H, *shape]` in every slot of a fresh sequence, each a separate copy that the caller may keep. `weights` is
-    one if there is neither `commit` nor `anchor`."""
+    """W0 `[B, H, *shape]` in every slot of a fresh sequence, each a separate copy that the caller may keep;
+    `weights` is one if there is neither `commit` nor `anchor`."""
     memory: Memory = {}
     for slot in slots:
         if slot in WEIGHTS:
