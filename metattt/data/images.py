@@ -281,12 +281,12 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             )
 
     def _dataset(self, name: str) -> Dataset[Any]:
-        if self.path is None and not self.dataset:
+        train, mode = name == "train", "RGB" if self.in_chans == 3 else "L"
+        root = self.path if train or self.validation_path is None else self.validation_path
+        if (self.path is None and not self.dataset) or root == "" or str(root).startswith("pipe:"):  # is a command
             raise MetaTTTError(
                 "no images are given: set data.path=<folder or tar file>, or data.dataset=hfds/<name> or wds/<name>"
             )
-        train, mode = name == "train", "RGB" if self.in_chans == 3 else "L"
-        root = self.path if train or self.validation_path is None else self.validation_path
         folders = self.dataset.lower() in ("", "torch/image_folder", "torch/folder")
         if folders:
             key = f"data.{'path' if root == self.path else 'validation_path'}"
