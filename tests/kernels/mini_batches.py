@@ -49,13 +49,16 @@ def given_of(x: Leaves, b: int = 16, group_size: int | None = None) -> MiniBatch
     return MiniBatches(tokens, weights, slow, x.get("tau"), b, x["eta"].dtype, group_size)
 
 
-def written_out(x: Leaves, b: int = 16) -> tuple[Tensor, Leaves]:
-    """Predictions and the last weights by the equations, in the type of the tensors."""
+def written_out(x: Leaves, b: int = 16) -> tuple[Tensor, Leaves, Leaves]:
+    """Predictions, the last weights, and the update since, by the equations, in the type of the tensors."""
     views = [x[name].transpose(1, 2) for name in ("q", "k", "v", "eta")]
     weights = [x.get(name) for name in WEIGHTS[: 4 if "w2" in x else 2]]
     y, state = naive(*views, x["scale"], x["shift"], tau=x.get("tau"), mini_batch_size=b, initial_state=weights)
-    after = {name: w for name, w in zip(WEIGHTS, state, strict=False) if name in x}
-    return y.transpose(1, 2), after
+    after, update = (
+        {name: w for name, w in zip(WEIGHTS, part, strict=False) if name in x}
+        for part in (state[: len(weights)], state[len(weights) :])
+    )
+    return y.transpose(1, 2), after, update
 
 
 def part(x: MiniBatches, first: int, last: int, weights: Leaves | None = None) -> MiniBatches:
@@ -64,9 +67,13 @@ def part(x: MiniBatches, first: int, last: int, weights: Leaves | None = None) -
     return x._replace(tokens=tokens, weights=x.weights if weights is None else weights)
 
 
-def like(weights: Leaves) -> Leaves:
-    """An update of an open mini-batch."""
-    return {name: 0.1 * torch.randn_like(w) for name, w in weights.items()}
+def rearranged(x: Leaves) -> Leaves:
+    """The same sizes in other memory: rows with gaps, rows that are not contiguous, and one value for several places."""
+    x = x | {name: x[name].mT.contiguous().mT for name in ("k", "scale", "shift")}
+    x["q"] = torch.cat([x["q"], x["q"]], -1)[..., x["q"].shape[-1] :]
+    x["eta"] = x["eta"][..., :1].expand_as(x["eta"])
+    x |= {name: x[name][:1].expand_as(x[name]) for name in ("v", *WEIGHTS) if name in x}
+    return x | ({"tau": torch.stack([x["tau"], x["tau"]], -1)[..., 0]} if "tau" in x else {})
 
 
 @contextmanager

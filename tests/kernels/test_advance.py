@@ -1,204 +1,132 @@
-"""Tokens of an open mini-batch, in C++ and in Triton's interpreter, against the rule written out in float64, however a caller
-cuts a sequence. (In a layer and a model: `test_decode_on_gpu`.)"""
+"""Tokens of an open mini-batch, in C++ and in Triton's interpreter, against the equations in float64, wherever calls begin and
+end. (In a layer and a model: `test_decode_on_gpu`.)"""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mini_batches import given_of, inputs, like, part, poisoned_memory
+from mini_batches import WEIGHTS, Leaves, given_of, inputs, part, poisoned_memory, rearranged, written_out
 from torch import Tensor
 
-from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu import native_advance
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.native import library as native
-from metattt.optimizers.base import Gates
-from metattt.tasks.base import Views
 
 NATIVE: dict[str, Any] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
 KERNELS = NATIVE | {"linear, triton": TTTLinearOnGPU(), "mlp, triton": TTTMLPOnGPU()}
 BOUND = 1e-5
-Weights = dict[str, Tensor]
 pytestmark = [
     pytest.mark.usefixtures("quick_interpreter"),
-    pytest.mark.skipif(
-        native.load(NATIVE["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
-    ),
+    pytest.mark.skipif(native.load(NATIVE["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU"),
 ]
 
 
-def given(kind: str, d: int | None = None, b: int = 16, n: int = 1, hidden: int | None = None, **sizes: Any) -> MiniBatches:
+def drawn(kind: str, d: int | None = None, b: int = 16, hidden: int | None = None, n: int = 1, **sizes: Any) -> Leaves:
     """What a kernel can take: Triton's TTT-MLP has four hidden units a feature, and no narrower heads."""
     d = d or (32 if "triton" in kind else 16)
-    return given_of(inputs(kind.partition(",")[0], d, b, hidden=hidden or 4 * d, n=n, **sizes), b)
+    return inputs(kind.partition(",")[0], d, b, hidden=hidden or 4 * d, n=n, **sizes)
 
 
-def predict(x: Tensor, w: Weights, scale: Tensor, shift: Tensor) -> Tensor:
-    """x + LN(f(x)) for `[B, H, d]`."""
-
-    def layer(x: Tensor, number: int) -> Tensor:
-        z = (x.unsqueeze(-2) @ w[f"w{number}"]).squeeze(-2)
-        return z + w[f"b{number}"] if f"b{number}" in w else z
-
-    z = layer(x, 1)
-    z = layer(F.gelu(z, approximate="tanh"), 2) if "w2" in w else z
-    return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * scale + shift
+def given(kind: str, d: int | None = None, b: int = 16, **sizes: Any) -> MiniBatches:
+    return given_of(drawn(kind, d, b, **sizes), b)
 
 
-def written_out(x: MiniBatches, update: Weights | None, phases: Tensor) -> tuple[Tensor, Weights, Weights]:
-    """What `advance` computes, in float64 with autograd: y, W_a and M after the tokens; `phases` `[B]` of the first."""
-    k, v, q, eta = (t.double() for t in x.tokens.tensors if t is not None)
-    scale, shift = (x.slow[name].double() for name in ("norm_scale", "norm_bias"))
-    w = {name: value.double() for name, value in x.weights.items()}
-    m = {name: torch.zeros_like(value) if update is None else update[name].double() for name, value in w.items()}
-    ys = []
-    for t in range(k.shape[2]):
-        leaves = {name: value.detach().requires_grad_() for name, value in w.items()}
-        loss = 0.5 * (predict(k[:, :, t], leaves, scale, shift) - v[:, :, t]).square().sum()
-        gradients = dict(zip(w, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-        tau = torch.ones(1, x.size) if x.tau is None else x.tau
-        tau = tau.double()[:, phases + t].mT.expand(eta.shape[:2])  # [B, H]
+class Case(NamedTuple):
+    """Calls one after the other."""
 
-        def spread(a: Tensor, like: Tensor) -> Tensor:
-            return a.view(*a.shape, *(1,) * (like.ndim - a.ndim))
-
-        m = {name: m[name] - spread(eta[:, :, t], g) * g for name, g in gradients.items()}
-        now = {name: w[name] + spread(tau, m[name]) * m[name] for name in w}
-        ys.append(predict(q[:, :, t], now, scale, shift))
-        ends = phases + t == x.size - 1
-        w = {name: torch.where(spread(ends, w[name]), now[name], w[name]) for name in w}
-        m = {name: torch.where(spread(ends, m[name]), 0, m[name]) for name in m}
-    return torch.stack(ys, 2), w, m
+    kind: str
+    start: int | tuple[int, ...]  # the place of the first token in its mini-batch; or one for each sequence
+    counts: tuple[int, ...] = (1,)  # tokens of each call
+    d: int | None = None
+    hidden: int | None = None
+    b: int = 16
+    bias: bool = True
+    tau: str = "per_head"
+    odd: bool = False  # an update in float64, and all in memory of any strides
 
 
-def close(found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
+NATIVE_SIZES = (
+    (16, 16, 16, True, "none"), (32, 48, 32, False, "shared"), (48, 80, 5, True, "per_head"), (64, 256, 16, True, "shared"),
+    (96, 384, 16, False, "per_head"), (128, 64, 8, True, "shared"),
+)  # fmt: skip
+TRITON_SIZES = ((32, 128, 8, True, "none"), (32, 128, 16, False, "per_head"))
+CASES = [
+    *(
+        Case(kind, start, (1,), *sizes)
+        for kind in KERNELS
+        for sizes in (NATIVE_SIZES if kind in NATIVE else TRITON_SIZES)
+        for start in (0, 2, sizes[2] - 1)
+    ),
+    *(Case(kind, start) for kind in KERNELS for start in ((0, 15, 3), (15, 15, 15), (1, 2, 0), (0,))),
+    *(Case(kind, 0, counts) for kind in NATIVE for counts in ((1,) * 32, (16, 16), (5, 11, 15, 1))),
+    *(Case(kind, start, counts, b=8) for kind in KERNELS for start, counts in ((0, (3,)), (4, (4,)), ((7, 4), (1, 1)))),
+    *(Case(kind, 13, (3,), odd=True) for kind in NATIVE),
+]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == torch.float32 and found.shape == expected.shape
     error, size = (found.double() - expected).norm(), expected.norm()
-    assert error <= bound * size, float(error / size)
+    assert error <= BOUND * size, float(error / size)
 
 
-def check(kind: str, x: MiniBatches, phase: int | Tensor, update: Weights | None, own: bool) -> None:
-    """Against float64; what is not given up stays as it is."""
-    kernel, batch = KERNELS[kind], x.tokens.k.shape[0]
-    assert kernel.reason_not_decoded(x) is None
-    y, w, m = written_out(x, update, phase if isinstance(phase, Tensor) else torch.full((batch,), phase))
-    passed = copy.deepcopy((x, update))
-    found, after, moved = kernel.advance(*passed, phase, own)
-    close(found, y)
-    for name in x.weights:
-        close(after[name], w[name])
-        if moved is not None:
-            close(moved[name], m[name])
-    assert (moved is None) == (not isinstance(phase, Tensor) and phase + x.tokens.k.shape[2] == x.size)
-    if own and isinstance(phase, Tensor):  # recorded steps read the same memory again
-        assert all(after[name] is passed[0].weights[name] for name in after)
-    else:  # other states of the mini-batch hold the same
-        assert all(torch.equal(passed[0].weights[name], value) for name, value in x.weights.items())
-    if own:
-        assert moved is None or update is None or all(moved[name] is passed[1][name] for name in moved)
-    else:
-        assert update is None or all(torch.equal(passed[1][name], value) for name, value in update.items())
+def reached(x: Leaves, begins: list[int], end: int, b: int) -> tuple[list[Tensor], Leaves, Leaves]:
+    """In float64, of sequences that begin at columns of their own: the outputs of each, W_a and M at the end."""
+    of_tokens, apart = ("k", "v", "q", "eta"), []
+    for row, begin in enumerate(begins):
+        own = {name: t[row, None] if name in (*WEIGHTS, *of_tokens) else t for name, t in x.items()}
+        own |= {name: own[name][:, :, begin:end] for name in of_tokens}
+        apart.append(written_out({name: t.double() for name, t in own.items()}, b))
+    ys, weights, updates = zip(*apart, strict=True)
+    w, m = ({name: torch.cat([one[name] for one in each]) for name in each[0]} for each in (weights, updates))
+    return list(ys), w, m
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "d", "hidden", "b", "bias", "tau"),
-    [
-        *(
-            (kind, *sizes)
-            for kind in NATIVE
-            for sizes in (
-                (16, 16, 16, True, "none"), (32, 48, 32, False, "shared"), (48, 80, 5, True, "per_head"), (64, 256, 16, True, "shared"),
-                (96, 384, 16, False, "per_head"), (128, 64, 8, True, "shared"),
-            )
-        ),
-        *((f"{kind}, triton", 32, 128, *sizes) for kind in NATIVE for sizes in ((8, True, "none"), (16, False, "per_head"))),
-    ],
-)  # fmt: skip
-def test_one_token(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str, own: bool) -> None:
-    x = given(kind, d, b, bias=bias, tau=tau, hidden=hidden)
-    for phase, update in ((0, None), (2, like(x.weights)), (b - 1, like(x.weights))):
-        check(kind, x, phase, update, own)
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("phases", [[0, 15, 3], [15, 15, 15], [1, 2, 0]])
-@pytest.mark.parametrize("kind", KERNELS)
-def test_every_sequence_at_a_place_of_its_own(kind: str, phases: list[int], own: bool) -> None:
-    x = given(kind, batch=3, tau="per_head")
-    update = like(x.weights)
-    for place, value in enumerate(phases):
-        for m in update.values():
-            m[place] *= value > 0
-    check(kind, x, torch.tensor(phases), update, own)
-    if 0 in phases:
-        check(kind, x._replace(tokens=x.tokens.map(lambda t: t[:1]), weights={n: w[:1] for n, w in x.weights.items()}),
-              torch.tensor([0]), None, own)  # fmt: skip
-
-
-@pytest.mark.parametrize("cut", [[1] * 32, [16, 16], [5, 11, 15, 1]])
-@pytest.mark.parametrize("kind", NATIVE)
-def test_cut_anywhere_it_is_the_scan_of_whole_mini_batches(kind: str, cut: list[int]) -> None:
-    x = given(kind, n=32, tau="per_head")
-    expected, last = KERNELS[kind].scan(x, lambda _: pytest.fail("the reference was taken"))
-    kept = copy.deepcopy(x.weights)
-    for own in (False, True):
-        weights, update, ys, place = copy.deepcopy(x.weights) if own else x.weights, None, [], 0
-        for n in cut:
-            y, weights, update = KERNELS[kind].advance(part(x, place, place + n, weights), update, place % 16, own)
-            ys.append(y)
-            place += n
-        close(torch.cat(ys, 2), expected.double())
-        assert update is None
-        for name, w in weights.items():
-            close(w, last[name].double())
-    assert all(torch.equal(x.weights[name], w) for name, w in kept.items())
-
-
-@pytest.mark.parametrize("kind", NATIVE)
-def test_any_strides(kind: str) -> None:
-    x = given(kind, n=3, tau="per_head")
-    t = x.tokens
-    views = Views(
-        t.k.mT.contiguous().mT,  # rows are not contiguous
-        t.v[:1].expand(2, -1, -1, -1),
-        torch.cat([t.q, t.q], -1)[..., 16:],  # rows with gaps
-    )
-    tokens = Tokens(views, Gates(t.gates.eta[..., :1].expand(-1, -1, 3)))
-    weights = {name: w[:1].expand_as(w) for name, w in x.weights.items()}
-    update = {name: w.transpose(-1, -2).contiguous().transpose(-1, -2) for name, w in x.weights.items()}
-    slow = {name: w.T.contiguous().T for name, w in x.slow.items()}
-    assert x.tau is not None
-    odd = x._replace(tokens=tokens, weights=weights, slow=slow, tau=torch.stack([x.tau, x.tau], -1)[..., 0])
-    before = copy.deepcopy(weights)
-    y, w, _ = written_out(odd, update, torch.tensor([13, 13]))
-    for own in (False, True):
-        found, after, _ = KERNELS[kind].advance(odd, update, 13, own)
-        close(found, y)
-        for name, value in after.items():
-            close(value, w[name])
-            assert torch.equal(weights[name], before[name])  # where memory is shared, even what is given up is copied
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-def test_nothing_is_read_that_was_not_written(kind: str) -> None:
-    x = given(kind, b=8, n=4)
-    update = like(x.weights)
-    calls = (x, update, 4), (part(x, 0, 3), None, 2), (part(x, 0, 1), update, torch.tensor([7, 4]))
-    for (made, m, phase), own in itertools.product(calls, (False, True)):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equals_the_equations(case: Case, own: bool) -> None:
+    """Where memory that nobody has written is NaN. What is not given up stays as it is."""
+    kernel, starts = KERNELS[case.kind], case.start if isinstance(case.start, tuple) else (case.start,) * 2
+    end = max(starts)  # all sequences have their next token in one column, and begin in others
+    begins = [end - start for start in starts]
+    phase = case.start if isinstance(case.start, int) else torch.tensor(starts)
+    x = drawn(case.kind, case.d, case.b, case.hidden, end + sum(case.counts), batch=len(starts), bias=case.bias, tau=case.tau)
+    x = rearranged(x) if case.odd else x
+    m = reached(x, begins, end, case.b)[2]
+    weights = given_of(x, case.b).weights
+    update: Any = {name: t.mT.contiguous().mT if case.odd else t.float() for name, t in m.items()} if end else None
+    for count in case.counts:
+        now = part(given_of(x, case.b), end, end + count, weights)
+        assert kernel.reason_not_decoded(now) is None
+        given_up, update_given_up = copy.deepcopy((now, update))
         with poisoned_memory():
-            found = KERNELS[kind].advance(*copy.deepcopy((made, m)), phase, own)
-        assert not any(t.isnan().any() for t in (found[0], *found[1].values(), *(found[2] or {}).values()))
+            y, after, moved = kernel.advance(given_up, update_given_up, phase, own)
+        end += count
+        ys, w, m = reached(x, begins, end, case.b)
+        close(y, torch.cat([one[:, :, -count:] for one in ys]))
+        assert (moved is None) == (isinstance(phase, int) and phase + count == case.b)
+        for name in weights:
+            close(after[name], w[name])
+            if moved is not None:
+                close(moved[name], m[name])
+        if own and isinstance(phase, Tensor):  # recorded steps read the same memory again
+            assert all(after[name] is given_up.weights[name] for name in after)
+        else:  # other states of the mini-batch hold the same
+            assert all(torch.equal(given_up.weights[name], value) for name, value in weights.items())
+        if update_given_up is not None and not own:
+            assert all(torch.equal(update_given_up[name], value) for name, value in update.items())
+        elif update_given_up is not None and moved is not None and not case.odd:
+            assert all(moved[name] is update_given_up[name] for name in moved)
+        weights, update, phase = after, moved, (phase + count) % case.b
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -258,14 +186,3 @@ def test_what_is_not_accepted(kind: str) -> None:
         assert not whole or why in str(kernel.reason_rejected(one))
     assert kernel.reason_rejected(given(kind, b=5, n=5)) is not None
     assert kernel.reason_not_decoded(given(kind, b=5)) is None
-
-
-def test_a_state_of_another_type_is_not_misread() -> None:
-    """The kernel is handed addresses: an update that somebody has widened is read as what it is."""
-    x = given("linear", n=4)
-    first, weights, update = NATIVE["linear"].advance(part(x, 0, 2), None, 0, False)
-    assert update is not None
-    expected = NATIVE["linear"].advance(part(x, 2, 4, weights), update, 2, False)[0]
-    wide = {name: value.double() for name, value in update.items()}
-    assert torch.equal(NATIVE["linear"].advance(part(x, 2, 4, weights), wide, 2, False)[0], expected)
-    assert first.isfinite().all()
