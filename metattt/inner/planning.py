@@ -78,15 +78,15 @@ def make_plan(
     covered: list[Kernel] = []
     reasons = {} if outer == "exact" else {"kernels": f"layer.outer={outer}, and they differentiate exactly"}
     if form in ("auto", "fused") and outer == "exact":
-        covered, reasons = covering(kernels, task, learner, optimizer, num_heads, d_in)
+        covered, reasons = covering(kernels, task, learner, optimizer, num_heads, d_in, head_dim)
     chosen = choose_form(form, task, learner, optimizer, num_heads, d_in, covered, reasons)
     mixes, linear = learner.mixes_tokens, ""
     by_form = chosen if chosen in ("primal", "summed") else "mixed" if mixes else "dual"
     if by_form in ("dual", "primal") and optimizer.anchor == "online":
-        linear, why = solvable(task, learner, optimizer, num_heads, d_in)
+        linear, why = solvable(task, learner, optimizer, num_heads, d_in, head_dim)
         reasons |= {"solved": why} if why and by_form == "dual" else {}
     elif by_form == "dual" and optimizer.anchor == "batch":  # -kᵀv of the dot product is the same at all weights
-        linear = "dot" if solvable(task, learner, optimizer, num_heads, d_in)[0] == "dot" else ""
+        linear = "dot" if solvable(task, learner, optimizer, num_heads, d_in, head_dim)[0] == "dot" else ""
     if linear and by_form == "dual":
         by_form = "chunks" if _by_chunks(task, learner, optimizer) else "solved"
     by_token = optimizer.anchor == "online" and by_form not in ("solved", "chunks")
@@ -184,7 +184,7 @@ def _context(mini_batch_size: int) -> Context:
 
 
 def covering(
-    kernels: Sequence[Kernel], task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int
+    kernels: Sequence[Kernel], task: Task, learner: Learner, rule: InnerOptimizer, num_heads: int, d_in: int, d_out: int
 ) -> tuple[list[Kernel], dict[str, str]]:
     """The kernels that compute a combination, and for the others the reason why not, by name. Their assumptions are
     tested."""
@@ -192,10 +192,10 @@ def covering(
     for kernel in kernels:
         why = (
             ("learner.step_scale" if learner.step_scales else None)
-            or kernel.reason_not_covered(task, learner, optimizer)
-            or generic(learner, optimizer)
-            or other_loss(task, kernel.loss, num_heads, width)
-            or other_function(learner, kernel.function, num_heads, width)
+            or kernel.reason_not_covered(task, learner, rule)
+            or generic(learner, rule)
+            or other_loss(task, kernel.loss, num_heads, d_out)
+            or other_function(learner, kernel.function, num_heads, d_in)
         )
         if why is None:
             covered.append(kernel)
@@ -210,7 +210,7 @@ def explain(reasons: Mapping[str, str]) -> str:
 
 
 def solvable(
-    task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int
+    task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, d_in: int, d_out: int
 ) -> tuple[str, str | None]:
     """The loss (`squared`, `dot`) of an online rule of a linear learner that needs no loop over tokens, or an empty
     string and the reason."""
@@ -222,14 +222,14 @@ def solvable(
     if {weight, bias or weight} != set(learner.init):
         return "", f"its fast weights ({', '.join(learner.init)}) are not exactly those of its linear map"
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
-    why = generic(learner, optimizer) or other_function(learner, linear, num_heads, width)
+    why = generic(learner, optimizer) or other_function(learner, linear, num_heads, d_in)
     if why:
         return "", why
-    if other_loss(task, dot_product, num_heads, width) is None:
+    if other_loss(task, dot_product, num_heads, d_out) is None:
         return "dot", None
     if not task.squared_error:
         return "", "the loss is neither ½‖f(k) − v‖² nor −⟨f(k), v⟩"
-    why = other_loss(task, squared_error, num_heads, width)
+    why = other_loss(task, squared_error, num_heads, d_out)
     return ("", why) if why else ("squared", None)
 
 

@@ -42,6 +42,8 @@ CHECKED: WeakKeyDictionary[Component, dict[tuple[object, ...], tuple[tuple[objec
 
 def other_loss(task: Task, claimed: Loss, num_heads: int, width: int) -> str | None:
     """Why a task's loss is not the claimed one, or None if it is."""
+    if task.label_dim != width:
+        return f"the labels of {type(task).__name__} are not as wide as predictions"
 
     def sample(task: Any, generator: torch.Generator, batch: int, count: int, scale: float) -> Sample:
         prediction, v = (scale * _random(generator, batch, num_heads, count, width) for _ in range(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,23 +81,23 @@ def test_a_loss_of_ones_own(loss: str, learner: str) -> None:
 
 
 def test_what_is_squared_error_by_itself_is_taken() -> None:
-    class Mine(Task):
-        squared_error = True
-
-        def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-            self.shape = num_heads, head_dim
-
-        def views(self, x: Tensor, state: Any, ctx: Any) -> Any:
-            from metattt.tasks.base import Views
-
-            heads = x.unflatten(-1, self.shape).transpose(1, 2)
-            return Views(heads, heads, heads), state
-
+    class Mine(Reconstruction):
         def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
             return (prediction - v).pow(2).sum(-1) / 2
 
     assert made(Mine(), Linear(), GradientDescent(4)).form == "fused"
     assert made(Mine(), plain(), GradientDescent(4, "online")).plan.form == "solved"
+
+
+@pytest.mark.parametrize("rule", [GradientDescent(4, "online"), GradientDescent(4, "batch")], ids=repr)
+def test_labels_wider_than_predictions(rule: GradientDescent) -> None:
+    class Longer(Reconstruction):
+        def loss(self, prediction: Tensor, v: Tensor) -> Tensor:  # the label ends with a weight of the token
+            return -(1 + v[..., 8:].sum(-1)) * (prediction * v[..., :8]).sum(-1)
+
+    task = partial(Longer, loss="huber", huber_delta_from="per_head")
+    layers = (made(task(), plain(), copy.deepcopy(rule), form) for form in ("auto", "primal"))
+    assert compare(*(run(layer, x(), grads=True) for layer in layers)) < BOUND
 
 
 class Beside(Linear):
