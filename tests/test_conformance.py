@@ -22,7 +22,7 @@ from metattt.learners import (
     Transformer,
 )
 from metattt.optimizers import Adam, Append, BlockMomentum, GradientDescent, Momentum
-from metattt.tasks import LaCTViews, NextToken, Reconstruction
+from metattt.tasks import DecodedReconstruction, LaCTViews, NextToken, Reconstruction
 from metattt.testing import Conformance, LearnerConformance, OptimizerConformance, Specimen, TaskConformance
 from metattt.testing.conformance import published_task
 from metattt.testing.report import specimen_of
@@ -70,6 +70,14 @@ RULES: dict[str, Any] = {
 for _base, _made in ((LearnerConformance, LEARNERS), (TaskConformance, TASKS), (OptimizerConformance, RULES)):
     for _name, _make in _made.items():
         globals()[f"Test{_name}"] = type(f"Test{_name}", (_base,), {"make": staticmethod(_make)})
+
+
+class DecodedConformance(TaskConformance):
+    make = staticmethod(DecodedReconstruction)
+
+
+def test_labels_of_another_width_than_a_head() -> None:
+    DecodedConformance().examine("threads")
 
 
 class Gently(LearnerConformance):

@@ -90,14 +90,17 @@ class TaskConformance(Conformance):
 
     def specimens(self) -> dict[str, Specimen]:
         linear, mlp = partial(Linear, residual=self.residual), partial(MLP, residual=self.residual)
-        return {
+        head_dim = self.dim // self.num_heads
+        made = {
             "Linear by mini-batch": self.specimen(linear, self.make, lambda: GradientDescent(4, token_steps="shared")),
             "MLP by mini-batch": self.specimen(mlp, self.make, lambda: GradientDescent(4)),
             "Linear online": self.specimen(
                 lambda: Linear(residual=False, norm=False), self.make, lambda: GradientDescent(4, "online")
             ),
-            "KernelEstimator": self.specimen(KernelEstimator, self.make, Append),
         }
+        if self.make().setup(self.dim, self.num_heads, head_dim).label_dim == head_dim:  # attention answers with labels
+            made["KernelEstimator"] = self.specimen(KernelEstimator, self.make, Append)
+        return made
 
 
 class OptimizerConformance(Conformance):
