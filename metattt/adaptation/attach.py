@@ -170,7 +170,8 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
         raise MetaTTTError(f"{file} is damaged: it does not say what its parameters belong to")
     if any(word in json.dumps([about["layer"], settings]) for word in CODE):
         raise MetaTTTError(
-            f"{file} names classes of its own, which a file cannot have run: attach such a layer yourself"
+            f"{file} names classes of its own, which a file cannot have run: attach such a layer yourself, then "
+            "model.load_state_dict(safetensors.torch.load_file(path), strict=False)"
         )
     if model is None:
         if not about["base"]:

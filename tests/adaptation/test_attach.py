@@ -453,4 +453,4 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 def test_a_file_cannot_run_code(settings: dict[str, str], tmp_path: Path) -> None:
     about = {"format": FORMAT, "base": "", "pattern": ATTENTION, "layer": "ttt_linear", "how": "beside"}
     write_tensors(tmp_path / "layers", {"a": torch.zeros(2)}, json.dumps(about | {"settings": settings}))
-    refusal(lambda: load_attached(tmp_path / "layers", llama()), "names classes of its own")
+    refusal(lambda: load_attached(tmp_path / "layers", llama()), "names classes of its own", "load_state_dict")
