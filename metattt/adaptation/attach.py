@@ -57,7 +57,7 @@ def attach(
             later tokens.
     """
     check_choice("how", how, ("beside",) if layer == IN_PLACE else ("beside", "replace"))
-    if not hasattr(model, "get_input_embeddings") or getattr(model.config, "model_type", "") == "metattt":
+    if not hasattr(model, "get_input_embeddings") or _type_of(model) in ("", "metattt"):
         raise MetaTTTError(f"attach takes a causal language model of Transformers, and not a {type(model).__name__}")
     known = [name for name, _ in model.named_modules() if name]
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
@@ -144,8 +144,8 @@ class Attached:
         Raises:
             MetaTTTError: the file cannot be written.
         """
-        config: Any = self.model.config
-        about = {"base": config._name_or_path, "model_type": config.model_type} | self._about
+        base = getattr(self.model.config, "_name_or_path", "")
+        about = {"base": base, "model_type": _type_of(self.model)} | self._about
         tensors = {name: one.detach() for name, one in self.named_parameters()}
         write_own(path, tensors, {"format": FORMAT} | about)
 
@@ -185,9 +185,8 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
             raise MetaTTTError(
                 f"{file} belongs to the model {about['base']}, which cannot be read: give model=<the model>"
             ) from error
-    kinds = about.get("model_type"), getattr(getattr(model, "config", None), "model_type", None)
-    if None not in kinds and kinds[0] != kinds[1]:
-        raise MetaTTTError(f"{file} is of another model: of the type {kinds[0]}, and this is a {kinds[1]}")
+    if (kind := about.get("model_type", _type_of(model))) != _type_of(model):
+        raise MetaTTTError(f"{file} is of another model: of the type {kind}, and this is a {_type_of(model)}")
     made = attach(model, pattern, about["layer"], about["how"], **settings)
     parameters = dict(made.named_parameters())
     wrong = tensors.keys() ^ parameters.keys() or {
@@ -200,6 +199,11 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
         for name, value in tensors.items():
             parameters[name].copy_(value)
     return made
+
+
+def _type_of(model: nn.Module) -> str:
+    """What Transformers calls such models; empty: it is none of them."""
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 # -- what stands in the places -----------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class InPlaceLinear(nn.Module):
         self.linear, self.chunk, self.lr = linear, chunk, lr
         weight = linear.weight
         self.conv = nn.Parameter(weight.new_zeros(linear.out_features, 1, TAPS))
-        self.project = nn.Parameter(weight.new_ones(linear.out_features).diag()) if project else None
+        self.project = nn.Parameter(torch.eye(linear.out_features).to(weight)) if project else None
 
     def forward(self, h: Tensor, t: Tensor, state: InPlaceState | None = None) -> tuple[Tensor, InPlaceState]:
         """`h` `[B, T, F]` and labels `t` `[B, T, D]` to `[B, T, D]`, and the state for the next call."""

@@ -283,7 +283,9 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
     def _dataset(self, name: str) -> Dataset[Any]:
         train, mode = name == "train", "RGB" if self.in_chans == 3 else "L"
         root = self.path if train or self.validation_path is None else self.validation_path
-        if (self.path is None and not self.dataset) or root == "" or str(root).startswith("pipe:"):  # is a command
+        if root == "" or str(root).startswith("pipe:"):  # WebDataset runs it; below "" a split could be such a command
+            raise MetaTTTError(f"data.path={root} is not allowed: give a folder, a tar file or an address, no command")
+        if self.path is None and not self.dataset:
             raise MetaTTTError(
                 "no images are given: set data.path=<folder or tar file>, or data.dataset=hfds/<name> or wds/<name>"
             )

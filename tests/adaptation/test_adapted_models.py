@@ -417,6 +417,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     refusal(lambda: adapter.generate(IDS[:1].repeat(3, 1)), "holds 2 documents")
     adapter.read([IDS[0], IDS[1, :3]])
     refusal(lambda: adapter.read(IDS), "has ended")
+    refusal(lambda: Adapter(llama(), rule=adam(mini_batch_size=20)), "32 positions")
     refusal(lambda: Adapter(ours(), "all", momentum(base_lr=1e30), clip=None).read(IDS), match=r"not finite|NaN")
 
 

@@ -377,6 +377,7 @@ def test_mistakes_are_named() -> None:
         (ATTENTION, "ttt_lineer", {}, "ttt_linear"),
         (DOWN, "ttt_linear", {}, "goes beside an attention"),
         (ATTENTION, "in_place", {}, "takes linear maps"),
+        ("model.layers.*.mlp.[du]*_proj", "in_place", {"lr": 1.0}, "takes linear maps of MLPs"),
         (ATTENTION, "ttt_linear", {"dim": 8}, "dim is no setting"),
         (ATTENTION, "mttt_linear", {}, "must not see it: optimizer.read=final"),
         (ATTENTION, "ttt_linear", {"direction": "both"}, "must not see it: Bidirectional"),
@@ -390,6 +391,8 @@ def test_mistakes_are_named() -> None:
     ):
         refusal(partial(attach, made, pattern, layer=layer, **settings), message)
         assert hooks == [len(one._forward_hooks | one._forward_pre_hooks) for one in made.modules()]
+    no_config = type("Embedded", (nn.Linear,), {"get_input_embeddings": None})(2, 2)
+    refusal(lambda: attach(no_config, "*", layer="ttt_linear"), "not a Embedded")
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=V))
     with pytest.raises(MetaTTTError, match="adds the residual connection itself"):
         attach(bloom, "transformer.h.*.self_attention", layer="ttt_linear", how="replace")

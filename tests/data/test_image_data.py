@@ -348,7 +348,7 @@ def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     cases = {
         "set data.path=": ImageData(),
-        "no images are given": small(folder, path="pipe:touch ran;#", dataset="wds/own"),
+        "data.path=pipe:touch ran;# is not allowed": small(folder, path="pipe:touch ran;#", dataset="wds/own"),
         "missing does not exist": small(tmp_path / "missing"),
         "no train images can be read": small(tmp_path / "empty"),
         "fewer than data.batch_size=11": small(folder, batch_size=11),
