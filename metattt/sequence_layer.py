@@ -12,7 +12,8 @@ from torch import Tensor
 from metattt.declared import Declared
 from metattt.errors import MetaTTTError, NotFinite
 from metattt.inner.packing import Call, Packing, check_flags, pack
-from metattt.modules import RECORDING, stands_for_others, transformed
+from metattt.modules import RECORDING, needs_probes, stands_for_others, transformed
+from metattt.nested import map_tensors, tensors_of
 from metattt.setting import setting
 from metattt.state import Context, State
 
@@ -73,10 +74,7 @@ class SequenceLayer(Declared, ABC):
             x = packing.clear(x) if sorted_already else packing.sort(x)
         if self.refuse_nan:
             check_finite(x)
-        if state is None:
-            state = self.start(x, packing)
-        else:
-            self.check_state(x, state)
+        state = self.start(x, packing) if state is None else self._taken(x, state)
         y, state = self.run(x, state, packing, donate_state)
         if packing is not None:
             y = packing.clear(y) if sorted_already else packing.restore(packing.clear(y))
@@ -112,10 +110,15 @@ class SequenceLayer(Declared, ABC):
             x = packing.sort(x)
         if self.refuse_nan:
             check_finite(x)
-        if state is not None:
-            self.check_state(x, state)
-        y = self.answer(x, self.start(x, packing) if state is None else state, packing)
+        y = self.answer(x, self.start(x, packing) if state is None else self._taken(x, state), packing)
         return y if packing is None else packing.restore(packing.clear(y))
+
+    def _taken(self, x: Tensor, state: Any) -> Any:
+        """The state that a caller passed, checked; a copy if it was made in inference mode, and gradients are taken."""
+        self.check_state(x, state)
+        if not needs_probes() and any(one.is_inference() for one in tensors_of(state)):
+            state = map_tensors(torch.clone, state)
+        return state
 
     def answer(self, x: Tensor, state: Any, packing: Packing | None = None) -> Tensor:
         """Outputs `[B, T, D]` of tokens that are not learned; arguments as of `run`.

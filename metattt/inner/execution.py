@@ -144,7 +144,6 @@ def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> tuple[l
     one = tokens.map(lambda x: x[:, :, :1])
     body, given, _ = _as_function(loop, one, memory, [Block(1, 0, True, 1)], read)
     # All inputs are differentiated, so that no leaf has to be made inside.
-    given = [x.clone() if x.is_inference() else x for x in given]  # (a frozen layer may go on from such a state)
     inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
     device = inputs[0].device
     parts = {"task": loop.task, "learner": loop.learner, "optimizer": loop.rule}

@@ -193,13 +193,6 @@ def test_derivatives_of_what_is_reached_beside_a_frozen_layer(count: int) -> Non
     torch.testing.assert_close(found, expected)
 
 
-def test_a_frozen_layer_goes_on_from_a_state_of_inference_mode() -> None:
-    layer, x = make(Linear(), descent()).requires_grad_(False), tokens()
-    with torch.inference_mode():
-        (y, state), expected = layer(x[:, :7]), layer(x)[0]
-    torch.testing.assert_close(torch.cat([y, layer(x[:, 7:], state)[0]], 1), expected)
-
-
 def test_shapes_of_a_long_sequence_without_numbers() -> None:
     for needed in (True, False):
         layer = make(MLP(), descent()).to("meta").requires_grad_(needed)
@@ -243,11 +236,12 @@ def test_nothing_of_ours_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
         assert x.grad is not None
 
 
-def test_a_state_of_inference_mode_can_be_trained_on_when_it_is_cloned() -> None:
+def test_a_call_of_any_mode_goes_on_from_a_state_of_inference_mode() -> None:
     layer, x = make(MLP(), descent()), tokens()
     with torch.inference_mode():
-        _, state = layer(x)
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        layer(x, state)
-    layer(x, state.map(torch.clone))[0].sum().backward()
-    assert all(p.grad is not None for p in layer.task.parameters())
+        (_, state), expected = layer(x[:, :7]), layer(x)[0][:, 7:]
+    for needed, mode in ((True, torch.no_grad), (True, torch.enable_grad), (False, torch.enable_grad)):
+        with mode():
+            y = layer.requires_grad_(needed)(x[:, 7:], state)[0]
+        torch.testing.assert_close(y, expected)
+        assert y.requires_grad == (needed and mode is torch.enable_grad)
