@@ -31,8 +31,8 @@ from metattt.state import Tensors
 log = logging.getLogger(__name__)
 CHOICES = ("lora", "mlp", "norms", "all")
 LORA_RANK = 8
-MLP = ("mlp", "ffn", "feed_forward", "fc", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
-"""Parts of a path that say that a linear map is of an MLP. (No `c_proj`: attentions of GPT-2 have one, too.)"""
+MLP = ("block_sparse_moe", "ffn", "feed_forward", "fc", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
+"""Parts of a path outside of attentions that say that a linear map is of an MLP, where its name does not."""
 DOWN, UP = "/down", "/up"  # what the names of the two factors of a low-rank change end with
 
 
@@ -338,7 +338,7 @@ def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
         return "norm" in type(module).__name__.lower()
     inside = name.startswith(f"{blocks}.") and (_widths(module) != () or _of_experts(name))
     if fast == "mlp":
-        return inside and bool(set(name.split(".")) & set(MLP))
+        return inside and "attn" not in name and ("mlp" in name or bool(set(name.split(".")) & set(MLP)))
     return fast == "all" or inside
 
 

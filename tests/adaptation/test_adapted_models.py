@@ -331,6 +331,14 @@ def test_experts_that_are_left_out_are_named(fast: str, caplog: pytest.LogCaptur
     assert f"fast={fast} leaves out 4 linear maps" in caplog.text and "mlp.experts.gate_up_proj" in caplog.text
 
 
+def test_the_maps_of_mlps_are_those_of_all_and_of_no_attention() -> None:
+    settings = {"vocab_size": V, "head_dim": 8, "num_dense_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    for kind, count in (("Afmoe", 6), ("GraniteMoeShared", 4)):
+        made = hf_for_tests.llama(kind, num_key_value_heads=1, shared_intermediate_size=8, **settings)
+        found = Adapter(made, "mlp").fast.start
+        assert len(found) == count and all("mlp." in name for name in found)
+
+
 def test_a_list_of_modules_inside_of_a_block_is_not_the_blocks() -> None:
     model = LanguageModel(V, 8, 1, partial(metattt.build, "titans_mag", dim=8, num_heads=2), pre_conv=False).eval()
     assert any(name.startswith("blocks.0.ffn.") for name in Adapter(model, "lora").fast.start)
