@@ -332,10 +332,9 @@ def test_experts_that_are_left_out_are_named(fast: str, caplog: pytest.LogCaptur
 
 
 def test_the_maps_of_mlps_are_those_of_all_and_of_no_attention() -> None:
-    settings = {"vocab_size": V, "head_dim": 8, "num_dense_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    settings = {"vocab_size": V, "num_key_value_heads": 1, "num_dense_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
     for kind, count in (("Afmoe", 6), ("GraniteMoeShared", 4)):
-        made = hf_for_tests.llama(kind, num_key_value_heads=1, shared_intermediate_size=8, **settings)
-        found = Adapter(made, "mlp").fast.start
+        found = Adapter(hf_for_tests.llama(kind, shared_intermediate_size=8, **settings), "mlp").fast.start
         assert len(found) == count and all("mlp." in name for name in found)
 
 

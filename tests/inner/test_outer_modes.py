@@ -241,7 +241,6 @@ def test_a_call_of_any_mode_goes_on_from_a_state_of_inference_mode() -> None:
     with torch.inference_mode():
         (_, state), expected = layer(x[:, :7]), layer(x)[0][:, 7:]
     for needed, mode in ((True, torch.no_grad), (True, torch.enable_grad), (False, torch.enable_grad)):
-        with mode():
-            y = layer.requires_grad_(needed)(x[:, 7:], state)[0]
+        y = mode()(layer.requires_grad_(needed).forward)(x[:, 7:], state)[0]
         torch.testing.assert_close(y, expected)
         assert y.requires_grad == (needed and mode is torch.enable_grad)
