@@ -135,8 +135,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         for name, asked in (*absent, ("output_hidden_states", output_hidden_states)):
             if asked:
                 raise MetaTTTError(
-                    f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out\n"
-                    "(prompt tuning of peft passes embeddings instead of tokens: use LoRA)"
+                    f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out"
+                    + "\n(prompt tuning of peft passes embeddings: use LoRA)" * (inputs_embeds is not None)
                 )
         if input_ids is None:
             raise MetaTTTError("input_ids are not given: [B, T] token ids")
