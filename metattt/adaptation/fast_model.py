@@ -338,7 +338,8 @@ def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
         return "norm" in type(module).__name__.lower()
     inside = name.startswith(f"{blocks}.") and (_widths(module) != () or _of_experts(name))
     if fast == "mlp":
-        return inside and "attn" not in name and ("mlp" in name or bool(set(name.split(".")) & set(MLP)))
+        of_attention = "attn" in name or "attention" in name
+        return inside and not of_attention and ("mlp" in name or bool(set(name.split(".")) & set(MLP)))
     return fast == "all" or inside
 
 
