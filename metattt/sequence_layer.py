@@ -116,7 +116,7 @@ class SequenceLayer(Declared, ABC):
     def _taken(self, x: Tensor, state: Any) -> Any:
         """The state that a caller passed, checked; a copy if it was made in inference mode, and gradients are taken."""
         self.check_state(x, state)
-        if not needs_probes() and any(one.is_inference() for one in tensors_of(state)):
+        if not (needs_probes() or RECORDING.get()) and any(one.is_inference() for one in tensors_of(state)):
             state = map_tensors(torch.clone, state)
         return state
 
