@@ -157,8 +157,11 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
         check_resumed(checkpoint, cfg)
         cfg.resume = str(checkpoint)
     cfg.output_dir = str(folder)
-    if first and not (here and (checkpoint is not None or begun)):
-        make_room(cfg, folder, given.overwrite)
+    mine = here and (checkpoint is not None or begun)
+    if first:
+        _check_logs(cfg, folder, mine or given.overwrite)
+    if first and not mine:
+        make_room(folder, given.overwrite)
         if given.overwrite:
             clear = partial(remove_run, folder)
     if source is not None:
@@ -181,9 +184,9 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
     return Start(cfg, folder, checkpoint, content, done, moved, complete, clear)
 
 
-def make_room(cfg: DictConfig, folder: Path, overwrite: bool) -> None:
-    """Raises an error for a folder with a run in it, or a log elsewhere that has rows, unless `overwrite`; and for
-    other files that a run would write over."""
+def make_room(folder: Path, overwrite: bool) -> None:
+    """Raises an error for a folder with a run in it, unless `overwrite`, and for other files that a run would write
+    over."""
     foreign = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
     for name, ours in ((LOG, _is_log), (CONFIGURATION, _is_configuration)):
         path = folder / name
@@ -201,8 +204,16 @@ def make_room(cfg: DictConfig, folder: Path, overwrite: bool) -> None:
             f"output_dir={folder} holds {', '.join(foreign)}, which does not belong to a run and would be written "
             "over: move it, or choose another folder"
         )
+
+
+def _check_logs(cfg: DictConfig, folder: Path, mine: bool) -> None:
+    """Raises an error for a log outside the folder that is not `mine` and has rows, or is no log, such as /dev/null."""
     for path in _logs(cfg):
-        if not overwrite and path.parent.resolve() != folder.resolve() and read_rows(path)[0]:
+        if path.parent.resolve() == folder.resolve():
+            continue
+        if path.is_symlink() or (path.exists() and not _is_log(path)):
+            raise MetaTTTError(f"{path} is no log of a run: give another path, or logger.csv=null to write none")
+        if not mine and read_rows(path)[0]:
             raise MetaTTTError(f"{path} is the log of another run: give another path, or overwrite=true")
 
 
