@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar, WeightAveraging
 
 from metattt.declared import WithSettings
 from metattt.errors import MetaTTTError, check_integer
+from metattt.io import path_of
 from metattt.measures.inner_loss import Curves, average
 from metattt.metrics_file import STEP, read_rows
 from metattt.models.language_model import LanguageModel
@@ -120,6 +120,7 @@ class LossCurve(WithSettings, Callback):
     inner_windows: int = setting(default=32, least=0)
 
     def configure(self) -> None:
+        self.file = path_of(self.path, f"{self._group}.path")
         self.baselines: dict[str, float] = {}  # bits per byte by name; set by the training command
         self.inner: dict[int, Curves] | None = None  # at the end of the run
         self.next = -math.inf  # the moment from which on it may be drawn again
@@ -140,7 +141,7 @@ class LossCurve(WithSettings, Callback):
             part: [(int(row[STEP]), float(value)) for row in rows if (value := row.get(f"{part}/{self.metric}"))]
             for part in ("train", "validation")
         }
-        plot(points, self.baselines, Path(self.path), self.label, self.title, self.inner)
+        plot(points, self.baselines, self.file, self.label, self.title, self.inner)
         ended = time.monotonic()
         self.next = ended + (ended - began) / SHARE
 

@@ -244,8 +244,8 @@ def _files(console: Console, trainer: Trainer, folder: Path) -> None:
         for place in [one for one in places if one and isinstance(one, str | Path)][:1]:  # fast_dev_run has none
             console.print(f"log         {place}")
     curve = callback_of(trainer, LossCurve)
-    if curve is not None and Path(curve.path).is_file():
-        console.print(f"loss curve  {curve.path}")
+    if curve is not None and curve.file.is_file():
+        console.print(f"loss curve  {curve.file}")
     for file in sorted(folder.glob("fit-profile*.txt")):
         console.print(f"profile     {file}")
 

@@ -346,6 +346,7 @@ def test_files_of_two_runs_stand_apart(corpus: Path, tmp_path: Path) -> None:
         (f"logger.csv.path={tmp_path / 'log.csv'}", "is the log of another run: give another path"),
         (f"logger.csv.path={corpus}", "is no log of a run: give another path"),  # it would be renamed, as /dev/null would
         (f"callbacks.checkpoint.folder={tmp_path}", "a run and its checkpoints have one folder"),
+        ("callbacks.loss_curve.path=null", "callbacks.loss_curve.path= is not a path"),  # as soon as the run starts
         ("trainer.max_epochs=2", "a run is counted in steps, set trainer.max_steps="),
         ("trainer.limit_train_batches=3", "data.max_bytes="),
     ):
