@@ -81,7 +81,10 @@ def _check_resumable(key: str, said: str) -> None:
         raise MetaTTTError(f"{said} would change how much a step of the run that is resumed reads: leave it out")
     if not _inside(key, RESUMABLE):
         allowed = ", ".join([*(f"{part}.*" if part in WRITE else part for part in RESUMABLE), *MOVABLE])
-        raise MetaTTTError(f"{said} would change the run that is resumed: only {allowed} may be given")
+        raise MetaTTTError(
+            f"{said} would change the run that is resumed: only {allowed} may be given. "
+            "init_from=<run> in place of resume= starts another run from its weights"
+        )
 
 
 def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
