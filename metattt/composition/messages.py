@@ -149,7 +149,6 @@ def unknown_choice(group: str, name: str, options: Sequence[str], job: str) -> s
     """For a name that is not among the choices of a group."""
     known = groups(job)
     others = [other for other, names in known.items() if name in names and name not in COMMON_NAMES]
-    hint = "."
     if group == "optimizer" and name in OUTER_OPTIMIZERS and "training" in known:
         choices = known["training"]
         outer = name if name in choices else f"<{', '.join(sorted(choices))}>"
@@ -158,11 +157,9 @@ def unknown_choice(group: str, name: str, options: Sequence[str], job: str) -> s
         hint = f". Did you mean `{others[0]}={name}`?"
     elif guess := nearest(name, options):
         hint = f". Did you mean `{group}={guess}`?"
-    elif group == "experiment":
-        hint = (
-            "; one of your own: --config-dir <folder>, or hydra.searchpath=[<folder>], where the folder has "
-            f"experiment/{name}.yaml"
-        )
+    else:
+        file = f"{group}/{name}.yaml"
+        hint = f"; one of your own: --config-dir <folder>, or hydra.searchpath=[<folder>], where the folder has {file}"
     listed = ", ".join(options)
     if len(listed) > MOST_LISTED:
         some = difflib.get_close_matches(name, options, 8, 0.0)

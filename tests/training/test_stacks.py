@@ -110,7 +110,7 @@ REFUSED = {
     "model.blocks=[attention] model.blocks.1.num_heads=2": "1 is not in the pattern of attention, whose places are 0 to 0",
     "model.blocks=[attention] model.blocks.attention.learner.windw=2": "Did you mean `learner.window`?",
     "model.blocks=[attention,ttt_mlp] optimizer.mini_batch_size=8": "is for all blocks: for some, model.blocks.<layer>.optimizer",
-    "model.blocks=[foo]": "`foo` is not a choice of layer.\nChoices: ",
+    "model.blocks=[foo]": "`foo` is not a choice of layer; one of your own: --config-dir",
     "model.blocks.attention.num_heads=2": "there is no pattern: give model.blocks=",
 }  # fmt: skip
 
