@@ -163,8 +163,10 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
     key, text, known = override.key_or_group, str(override.input_line), groups(job)
     given = text.partition("=")[2]
     if override.is_sweep_override():
-        syntax = f'. A list is written "{key}=[{given}]", a text with a comma "{key}=\'{given}\'"'
-        plain = key not in known and "(" not in given
+        syntax = f'. A list is written "{key}=[{given}]"'
+        if key not in known:
+            syntax += f', a text with a comma "{key}=\'{given}\'"'
+        plain = (key not in known or key in ENTRIES) and "(" not in given
         raise MetaTTTError(
             f"`{text}` names several values: add -m (--multirun) to run `metattt {job}` once for "
             f"each{syntax if plain else ''}"
