@@ -109,7 +109,7 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
         inner = OF_THE_INNER_LOOP.get(suggestion)
         other = f" (`{inner}` is that of the inner loop.)" if inner in keys else ""
         return f"{said} Did you mean `{suggestion}`?{other}"
-    added = f" To add one, write `+{full_key}._target_=<class>`." if owner == "callbacks" else ""
+    added = f" To add one, write `+{full_key}._target_=<class>`." if owner in ("callbacks", "logger") else ""
     return f"{said} It has: {', '.join(sorted(fields)) or 'none'}.{added}"
 
 

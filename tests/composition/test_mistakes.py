@@ -88,6 +88,7 @@ MESSAGES = {  # what is typed, and what the message says
     "~model.vocab_size": "cannot be removed",
     "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
     "callbacks.say._target_=my.Callback": "To add one, write `+callbacks.say._target_=<class>`.",
+    "logger.say._target_=my.Logger": "To add one, write `+logger.say._target_=<class>`.",
     "data._target_=my.Data data.batch_sise=3": "my.Data has no schema: did you mean `data.batch_size`? For another setting, write `++data",
     "text=a.txt": "`text` is not chosen by name in `metattt train`",
     "~data": "`~data` removes what `metattt train` needs",
