@@ -112,8 +112,6 @@ def opened(cfg: DictConfig, first: bool, say: Callable[[str], None]) -> Iterator
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = "it is a file" if folder is not None and folder.is_file() else error.strerror
-        if folder is not None and folder.is_symlink() and not folder.exists():
-            reason = "it is a link that leads nowhere"
         place = folder or error.filename
         raise MetaTTTError(f"output_dir={place} cannot be used: {reason}; choose another folder") from error
     with locked(folder, "a training run") if first else nullcontext():
