@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from refusals_for_tests import refusal
 
 from metattt.cli import COMMANDS, main
 from metattt.composition.aliases import NOT_SET_THERE
@@ -86,14 +85,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my files" / "experiment" / "mine.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "my files"
-
-
-@pytest.mark.parametrize("form", ["[file://{0}]", "[my files]"])
-def test_files_of_ones_own(mine: Path, form: str) -> None:
-    given = ("experiment=mine", f"hydra.searchpath={form.format(mine)}")
-    cfg = compose(*given)
-    assert cfg.dim == 48 and cfg.learner._target_.endswith("MLP") and "hydra" not in cfg
-    refusal(lambda: compose(*given, "learner.bais=1"), "`bais` is not a field of learner")
 
 
 def test_a_folder_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
