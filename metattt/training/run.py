@@ -207,11 +207,10 @@ def make_room(folder: Path, overwrite: bool) -> None:
 def _check_logs(cfg: DictConfig, folder: Path, mine: bool) -> None:
     """Raises an error for a log outside the folder that is not `mine` and has rows, or is no log, such as /dev/null."""
     for path in _logs(cfg):
-        if path.parent.resolve() == folder.resolve():
-            continue
-        if path.is_symlink() or (path.exists() and not _is_log(path)):
+        elsewhere = path.parent.resolve() != folder.resolve()
+        if elsewhere and (path.is_symlink() or (path.exists() and not _is_log(path))):
             raise MetaTTTError(f"{path} is no log of a run: give another path, or logger.csv=null to write none")
-        if not mine and read_rows(path)[0]:
+        if elsewhere and not mine and read_rows(path)[0]:
             raise MetaTTTError(f"{path} is the log of another run: give another path, or overwrite=true")
 
 

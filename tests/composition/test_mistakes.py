@@ -65,7 +65,6 @@ MESSAGES = {  # what is typed, and what the message says
     "learning-rate=0.1": "",  # no word of Hydra's
     "lr=1": "(`optimizer.base_lr` is that of the inner loop",
     "layer.learner.depth=3": "`depth` is not a field of learner. Did you mean `learner=mlp learner.depth`?",
-    "layer.optimizer.base_l=1": "Did you mean `optimizer.base_lr`?",
     "layer.optimizer.base_lr=1": "`base_lr` is not a field of layer.optimizer. Did you mean `optimizer.base_lr`?",
     "layer=mamba optimizer.base_lr=1": "this layer has no optimizer: leave out what sets it",
     "model.blocks=ttt_mlp+mamba optimizer.base_lr=1": "for some, model.blocks.<layer>.optimizer.base_lr=1",

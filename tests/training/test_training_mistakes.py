@@ -33,8 +33,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("output_dir=file", "output_dir=file cannot be used: it is a file"),
     ("training.betas=[0.9,1.5]", "training.betas[1]=1.5 is not allowed: it must be at least 0 and below 1"),
     ("training=timm training.optimizer=adamW2", "training.optimizer=adamW2 is not an optimizer of timm"),
-    ("data.path=nowhere", "data.path="),
-    ("resume=", "`resume=''` has no value"),
     ("resume=auto output_dir=null", "add output_dir=<folder>"),
     ("resume=auto overwrite=true", "give one of them"),
     ("resume=nothing", "does not exist"),
