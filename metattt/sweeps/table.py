@@ -165,7 +165,7 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str, down: bool =
     the difference to the first of them with the same seed, which leaves out what a seed does to all. Nothing where the
     runs differ in what their sweeps have fixed."""
     others = [key for key in keys if key != "seed"]
-    if "seed" not in keys or not others or len({run.fixed for run in found}) > 1:
+    if "seed" not in keys or len({run.fixed for run in found}) > 1:
         return []
     groups: dict[tuple[str, ...], dict[str, float]] = {}
     for run in found:
