@@ -163,9 +163,8 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
     key, text, known = override.key_or_group, str(override.input_line), groups(job)
     given = text.partition("=")[2]
     if override.is_sweep_override():
-        syntax = f'. A list is written "{key}=[{given}]"'
-        if key not in known:
-            syntax += f', a text with a comma "{key}=\'{given}\'"'
+        texts = "" if key in known else f", a text with a comma \"{key}='{given}'\""
+        syntax = f'. A list is written "{key}=[{given}]"{texts}'
         plain = (key not in known or key in ENTRIES) and "(" not in given
         raise MetaTTTError(
             f"`{text}` names several values: add -m (--multirun) to run `metattt {job}` once for "
