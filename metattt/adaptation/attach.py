@@ -29,7 +29,7 @@ from metattt.optional import need
 
 IN_PLACE = "in_place"
 FORMAT = "metattt attached layers"
-CODE = ("_target_", "custom", "${", "://", "=")  # what settings in a file must not have: they would name classes
+CODE = ("_target_", "custom", "hydra", "${", "://", "=")  # not in the settings of a file: they would name classes
 
 
 def attach(

@@ -452,7 +452,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(made(IDS).logits, before)
 
 
-@pytest.mark.parametrize("settings", [{"learner._target_": "os.system"}, {"task": "custom"}, {"dim": "${oc.env:HOME}"}])
+@pytest.mark.parametrize("settings", [{"learner._target_": "os.x"}, {"task": "custom"}, {"dim": "${oc.env:A}"}, {"hydra.searchpath": "x"}])
 def test_a_file_cannot_run_code(settings: dict[str, str], tmp_path: Path) -> None:
     about = {"format": FORMAT, "base": "", "pattern": ATTENTION, "layer": "ttt_linear", "how": "beside"}
     write_tensors(tmp_path / "layers", {"a": torch.zeros(2)}, json.dumps(about | {"settings": settings}))
