@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, NotFinite
-from metattt.io import path_of
+from metattt.io import path_of, replaced
 from metattt.optional import absence
 
 T = TypeVar("T")
@@ -93,7 +93,8 @@ class Report:
         axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.path(name, ".png"))
+        with replaced(self.path(name, ".png")) as part:
+            figure.savefig(part, format="png")
 
 
 def writable(output_dir: str | None, default: Path) -> Path:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.io import path_of, write_whole
+from metattt.io import path_of, replaced, write_whole
 from metattt.metrics_file import STEP, Row, larger_is_better, of_validation, read_rows
 from metattt.optional import absence
 from metattt.sweeps.record import STATUS, read_status
@@ -215,5 +215,6 @@ def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
     axes.set(xlabel="outer-loop steps", ylabel=metric)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", title=f"the best {NAMED_RUNS} of {len(curves)}" if place >= NAMED_RUNS else None)
-    figure.savefig(file, format="png")
+    with replaced(file) as part:
+        figure.savefig(part, format="png")
     return True

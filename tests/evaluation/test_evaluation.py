@@ -213,7 +213,9 @@ def test_no_file_of_another_evaluation_is_written_over(tmp_path: Path) -> None:
         made = Report(tmp_path, name, "inner_loss")
         made.csv("inner_loss", ("model",), [[name]])
         assert made.number == number
-    assert Report(tmp_path, "tasks").number == ""
+    (tmp_path / "tasks.png").symlink_to(tmp_path / "images-2.csv")
+    (made := Report(tmp_path, "tasks")).plot("tasks", [1], {"a": [1.0]}, "", ("", ""))
+    assert made.number == "" and not (tmp_path / "tasks.png").is_symlink()
 
 
 @pytest.mark.parametrize(("folders", "expected"), [

@@ -260,11 +260,12 @@ def test_any_folder_of_runs(tmp_path: Path, told: Callable[..., str]) -> None:
     make(tmp_path / "runs" / "first", [(3, 0.5)], "validation/top1")
     make(tmp_path / "runs" / "later" / "second", [(3, 0.75)], "validation/top1")
     (tmp_path / "runs" / "first" / "checkpoints").mkdir()
+    (tmp_path / "runs" / "runs.png").symlink_to(tmp_path / "elsewhere")
     assert main(["runs", str(tmp_path / "runs")]) == 0
     assert [row["run"] for row in table(tmp_path / "runs")] == ["later/second", "first"]  # the larger is better
     assert main(["runs", str(tmp_path / "runs"), "descending=false", f"output_dir={tmp_path / 'out'}"]) == 0
     assert [row["run"] for row in table(tmp_path / "out")] == ["first", "later/second"]
-    assert main(["runs", str(tmp_path / "runs"), "sort=train/loss"]) == 0
+    assert main(["runs", str(tmp_path / "runs"), "sort=train/loss"]) == 0 and not (tmp_path / "elsewhere").exists()
     for row, better in enumerate((10.0, 20.0)):
         make(tmp_path / "views" / str(row), [(3, better)], "validation/psnr_4")
     assert tell(tmp_path / "views") == 0 and [one["run"] for one in table(tmp_path / "views")] == ["1", "0"]
