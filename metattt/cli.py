@@ -234,7 +234,9 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
 
 
 def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    from metattt.errors import printable
+
+    print(f"error: {printable(message)}", file=sys.stderr)
     return 2
 
 

@@ -107,6 +107,11 @@ def shown(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def printable(text: str) -> str:
+    """A text for a terminal: control characters, which could steer it, are written out as `\\x1b`."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def _said(key: str, value: object) -> str:
     text = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false|null", value, re.IGNORECASE)
     found = repr(value) if text else " ".join(shown(value).split())  # "16" is not the number 16

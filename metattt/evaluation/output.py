@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, NotFinite
+from metattt.errors import MetaTTTError, NotFinite, printable
 from metattt.io import path_of, replaced
 from metattt.optional import absence
 
@@ -138,7 +138,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
         made.add_column(name, justify="left" if place < left else "right")
     for row in rows:
         cells = (f"{one:,}" if isinstance(one, int) else f"{one:.4f}" if isinstance(one, float) else one for one in row)
-        made.add_row(*map(str, cells))
+        made.add_row(*map(printable, map(str, cells)))
     return made
 
 

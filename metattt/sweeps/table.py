@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, printable
 from metattt.io import path_of, replaced, write_whole
 from metattt.metrics_file import STEP, Row, larger_is_better, of_validation, read_rows
 from metattt.optional import absence
@@ -113,21 +113,21 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:  # a file has no width
         console.width = 10**4
-    for title, (head, *lines) in zip((f"{folder}, by {by}", "over seeds"), tables, strict=False):
-        names = [one.replace("validation/", "") for one in head]
+    for title, (head, *lines) in zip((printable(f"{folder}, by {by}"), "over seeds"), tables, strict=False):
+        names = [printable(one.replace("validation/", "")) for one in head]
         widths, kept = [max(map(len, cells)) + 3 for cells in zip(names, *lines, strict=True)], len(names)
         while sum(widths[:kept]) >= console.width and not head[kept - 1].endswith(by):
             kept -= 1
         folded = (Column(one, overflow="fold") for one in names[:kept])
         table = Table(*folded, title=title, title_justify="left")
         for line in lines:
-            table.add_row(*line[:kept])
+            table.add_row(*map(printable, line[:kept]))
         console.print(table, soft_wrap=False)
         if names[kept:]:
             console.print(f"for a wider terminal: {', '.join(names[kept:])}")
     for run in found:
         if run.message:
-            console.print(f"{run.name}: {run.state}: {run.message}")
+            console.print(printable(f"{run.name}: {run.state}: {run.message}"))
     home = output_dir or folder
     home.mkdir(parents=True, exist_ok=True)
     text = io.StringIO(newline="")
@@ -194,7 +194,7 @@ def _summary(values: Sequence[float]) -> tuple[str, str]:
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:
     head, *lines = ([one.replace("|", "\\|") for one in line] for line in table)
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
+    return printable("".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines]))
 
 
 def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:

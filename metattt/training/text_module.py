@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metattt.checkpoints.record import make_record
 from metattt.data.windows import NO_TOKEN
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, printable
 from metattt.generation.sampling import generate
 from metattt.generation.text import ends
 from metattt.measures.ngram import NGram
@@ -284,11 +284,5 @@ class TextJob(Job):
         with torch.compiler.set_stance("force_eager"):
             text = data.tokenizer.decode([int(token) for token in tokens])
         console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
-        console.print(printable(prompt), style="dim", end="")
-        console.print(printable(text))
-
-
-def printable(text: bytes) -> str:
-    """UTF-8 for a terminal: control characters, which could steer it, are written out as `\\x1b`."""
-    characters = text.decode(errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in characters)
+        console.print(printable(prompt.decode(errors="replace")), style="dim", end="")
+        console.print(printable(text.decode(errors="replace")))

@@ -256,11 +256,15 @@ def test_the_table_is_sorted_and_whole(
     assert "terminal: bits_per_byte\n" in narrow and "9.5000" in narrow and "…" not in narrow
 
 
-def test_any_folder_of_runs(tmp_path: Path, told: Callable[..., str]) -> None:
+def test_any_folder_of_runs(tmp_path: Path, told: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "runs" / "first", [(3, 0.5)], "validation/top1")
+    make(tmp_path / "red" / "\x1b[31m", [(3, 0.5)], "validation/\x9b", swept=["\x07=\x07"], message="\x1b]0;")
     make(tmp_path / "runs" / "later" / "second", [(3, 0.75)], "validation/top1")
     (tmp_path / "runs" / "first" / "checkpoints").mkdir()
     (tmp_path / "runs" / "runs.png").symlink_to(tmp_path / "elsewhere")
+    assert main(["runs", str(tmp_path / "red")]) == 0 and not {"\x1b", "\x9b", "\x07"} & set(capsys.readouterr().out)
+    assert not {"\x1b", "\x9b"} & set((tmp_path / "red" / "runs.md").read_text())
+    assert "no checkpoint: a\\x1b[31m does not exist" in told("eval", "checkpoint=a\x1b[31m")
     assert main(["runs", str(tmp_path / "runs")]) == 0
     assert [row["run"] for row in table(tmp_path / "runs")] == ["later/second", "first"]  # the larger is better
     assert main(["runs", str(tmp_path / "runs"), "descending=false", f"output_dir={tmp_path / 'out'}"]) == 0

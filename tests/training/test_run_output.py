@@ -19,14 +19,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from metattt.composition.compose import build, compose
 from metattt.data.text import ByteTokenizer
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, printable
 from metattt.models.block import Block
 from metattt.models.language_model import LanguageModel
 from metattt.training import callbacks, compiling
 from metattt.training.callbacks import LossCurve, Progress
 from metattt.training.csv_log import CSVLog
 from metattt.training.inner_warmup import InnerWarmup
-from metattt.training.text_module import TextJob, printable
+from metattt.training.text_module import TextJob
 from metattt.training.train import train
 
 
@@ -69,7 +69,7 @@ def test_the_bar_does_not_ask_the_device_at_every_step(monkeypatch: pytest.Monke
 
 def test_a_sample_cannot_steer_the_terminal() -> None:
     given = b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode()
-    assert printable(given) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
+    assert printable(given.decode(errors="replace")) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
 
 
 def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
