@@ -112,18 +112,9 @@ def writable(output_dir: str | None, default: Path) -> Path:
 
 @contextmanager
 def report(folder: Path, name: str, console: Console, *more: str) -> Iterator[Report]:
-    """A `Report` in a folder; afterwards its files are named on the console. `more`: names that others write, too.
-
-    Raises:
-        MetaTTTError: the folder cannot be written.
-    """
-    try:
-        made = Report(folder, name, *more)
-        yield made
-    except OSError as error:
-        raise MetaTTTError(
-            f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
-        ) from error
+    """A `Report` in a folder; afterwards its files are named on the console. `more`: names that others write, too."""
+    made = Report(folder, name, *more)
+    yield made
     for path in made.written:
         console.print(f"written  {path}")
     if made.missing is not None:
