@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from metattt.errors import MetaTTTError, did_you_mean, printable, shown
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -108,8 +110,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         script = "gpu.py" if script == "speed.py gpu" else script
         told = f"`metattt {command} {first}".rstrip()
         return _fail(f"{told}` has moved: in a checkout of the repository, python benchmarks/{script}")
-    from metattt.errors import MetaTTTError, did_you_mean
-
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS, "metattt ")
         return _fail(f"`{command}` is not a command.{hint} Commands: {', '.join(COMMANDS)}")
@@ -152,8 +152,6 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
         show(options, command, composed[0])
         return 0
     if command != "train" and "TORCHELASTIC_RUN_ID" in os.environ and (count := os.environ["WORLD_SIZE"]) != "1":
-        from metattt.errors import MetaTTTError
-
         raise MetaTTTError(
             f"torchrun has started {count} processes, and each would do all that `metattt {command}` does: start it "
             "without torchrun"
@@ -185,8 +183,6 @@ def _spoken_of(text: str, cfg: "DictConfig | None") -> str:
     if cfg is None:
         return ""
     from omegaconf import OmegaConf
-
-    from metattt.errors import shown
 
     given = [str(one).partition("=")[0] for one in cfg.get("given") or []]
     trainer = [f"trainer.{name}" for name in cfg.get("trainer") or {} if "_" in str(name)]
@@ -234,8 +230,6 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
 
 
 def _fail(message: str) -> int:
-    from metattt.errors import printable
-
     print(f"error: {printable(message)}", file=sys.stderr)
     return 2
 
