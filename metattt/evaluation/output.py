@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, NotFinite, printable
-from metattt.io import path_of, replaced
+from metattt.io import path_of, replaced, write_whole
 from metattt.optional import absence
 
 T = TypeVar("T")
@@ -53,10 +54,9 @@ class Report:
 
     def csv(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Writes a table."""
-        with self.path(name, ".csv").open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(rows)
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([columns, *rows])
+        write_whole(self.path(name, ".csv"), text.getvalue().encode(errors="backslashreplace"))
 
     def plot(
         self, name: str, where: Sequence[float], curves: Mapping[str, Sequence[float]], title: str,

@@ -11,6 +11,7 @@ from metattt.errors import MetaTTTError, NotFinite, did_you_mean
 from metattt.evaluation.evaluate import Evaluation
 from metattt.evaluation.harness import MetaTTTLM
 from metattt.evaluation.output import table
+from metattt.io import write_whole
 from metattt.optional import need
 
 need("lm_eval", extra="eval", what="metattt eval tasks=")
@@ -62,7 +63,7 @@ def evaluate(job: Evaluation) -> dict[str, Results]:
     job.console.print(table("tasks", COLUMNS, rows, left=3))
     with job.report("tasks") as made:
         made.csv("tasks", COLUMNS, rows)
-        made.path("tasks", ".json").write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+        write_whole(made.path("tasks", ".json"), (json.dumps(results, indent=1, default=str) + "\n").encode())
     return results
 
 

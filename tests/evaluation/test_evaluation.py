@@ -215,7 +215,9 @@ def test_no_file_of_another_evaluation_is_written_over(tmp_path: Path) -> None:
         assert made.number == number
     (tmp_path / "tasks.png").symlink_to(tmp_path / "images-2.csv")
     (made := Report(tmp_path, "tasks")).plot("tasks", [1], {"a": [1.0]}, "", ("", ""))
-    assert made.number == "" and not (tmp_path / "tasks.png").is_symlink()
+    (tmp_path / "more.csv").symlink_to(tmp_path / "elsewhere")
+    made.csv("more", ("model",), [["\udcff"]])
+    assert made.number == "" and not any(file.is_symlink() or file.name == "elsewhere" for file in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("folders", "expected"), [
