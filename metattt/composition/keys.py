@@ -59,6 +59,7 @@ KEYS: dict[str, Setting | None] = {
     **_each("labels", list[str] | None),
     **_each("split", Literal["train", "validation", "test", "all"]),
     **_each("corrupt", Literal["error", "skip"]),
+    **_each("data.corrupt", Literal["error", "skip"] | None),
     **_each("dtype", Literal["float32", "bfloat16", "float16"] | None),
     **_each("direction", Literal["forward", "both"]),
     **_each("convert:direction", Literal["auto", "from_published", "from_jax", "to_published", "to_jax"]),

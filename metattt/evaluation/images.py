@@ -22,7 +22,7 @@ from metattt.registry import PARAMETERS
 
 OF_LOADING = ("batch_size", "num_workers", "seed", "min_area", "flip", "augment", "corrupt", "img_size", "in_chans")
 """Fields of the data that do not choose the validation images."""
-CHANGES = ("path", "batch_size", "dataset", "validation_path", "validation_split")  # that the command line may make
+CHANGES = ("path", "batch_size", "dataset", "validation_path", "validation_split", "corrupt")  # by the command line
 
 
 class ImageScores(NamedTuple):

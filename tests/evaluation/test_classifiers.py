@@ -218,6 +218,8 @@ def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None
     (tmp_path / "data" / "train").rename(tmp_path / "moved")
     of_dog = [one.probabilities[one.classes.index("dog")] for one in found if one.name.startswith("dog")]
     assert evaluated(*given)["run"].loss == pytest.approx(-np.log(of_dog).mean(), rel=1e-3)
+    (tmp_path / "data" / "val" / "dog" / "bad.png").write_bytes(b"no image")
+    assert evaluated(*given, "data.corrupt=skip")["run"].images == 4
     (tmp_path / "data" / "val" / "dog").rename(tmp_path / "data" / "val" / "fox")
     refusal(lambda: evaluated(*given), "class 'fox', which is not among those trained on (cat, dog)")
     refusal(lambda: evaluated(*given[:1], f"data.path={tmp_path / 'moved'}"), "moved has no folder validation")
