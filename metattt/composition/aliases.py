@@ -63,10 +63,10 @@ NOT_SET_THERE = {
     "trainer.callbacks": "callbacks.<name>.<key>=<value> sets one, ~callbacks.<name> leaves it out",
     "trainer.logger": "logger=<name> chooses it, ~logger leaves it out",
     **dict.fromkeys(
-        ("trainer.overfit_batches", "trainer.limit_train_batches"), "data.max_bytes=<few> trains on little text"
+        ("trainer.overfit_batches", "trainer.limit_train_batches"), "data.max_bytes=<few> (data=text) trains on little"
     ),
-    "trainer.limit_val_batches": "data.validation_max_bytes=<few> validates on little text, data.validation_size=<few> "
-    "on few sequences",
+    "trainer.limit_val_batches": "data.validation_max_bytes=<few> (shards, stream: data.validation_max_tokens) "
+    "validates on little text, data.validation_size=<few> on few sequences",
     "trainer.check_val_every_n_epoch": "trainer.val_check_interval=<steps> says how often a run validates",
 }
 """Keys that a constructor has and a configuration must not set, with what to do instead."""

@@ -349,6 +349,7 @@ def test_files_of_two_runs_stand_apart(corpus: Path, tmp_path: Path) -> None:
         ("callbacks.loss_curve.path=null", "callbacks.loss_curve.path= is not a path"),  # as soon as the run starts
         ("trainer.max_epochs=2", "a run is counted in steps, set trainer.max_steps="),
         ("trainer.limit_train_batches=3", "data.max_bytes="),
+        ("trainer.limit_val_batches=3", "(shards, stream: data.validation_max_tokens)"),
     ):
         refusal(lambda override=override: train(eight(corpus, tmp_path / "run", override)), message)
     assert (tmp_path / "log.csv").read_text().endswith("1,2.0\n")
