@@ -73,7 +73,7 @@ def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
                 key.rpartition(".")[2] in PATHS or value.startswith(("/", "~")) or ".." in value
             )
             if leads and not Path(value).expanduser().resolve().is_relative_to(home) and not _inside(key, keys):
-                raise MetaTTTError(f"{key}={value} of the run is outside its folder {home}: to allow it, give it again")
+                raise MetaTTTError(f"{key}={value} of the run is outside {home}: to allow it, add ++{key}={value}")
 
 
 def _check_resumable(key: str, said: str) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from refusals_for_tests import refusal
 from runs_for_tests import TINY, column, write_corpus
 
 from metattt.cli import main
@@ -17,7 +18,7 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.measures.flops import count_flops, flops_per_window
 from metattt.training import step_statistics
-from metattt.training.resume import resumed
+from metattt.training.resume import check_paths, resumed
 from metattt.training.train import train
 
 SETTINGS = (*TINY, "data.path=texts", "output_dir=run", "~callbacks.loss_curve", "trainer.val_check_interval=2")
@@ -66,10 +67,10 @@ def test_tensorboard(here: Path) -> None:
 
 def test_a_logger_named_again_keeps_its_settings(here: Path) -> None:
     """`logger=wandb logger.wandb.id=mine` changes the id of the run that is resumed, and nothing else."""
-    own = "logger.wandb.offline=true", "logger.wandb.project=p", "output_dir=run"
-    saved = compose(*SETTINGS, "logger=wandb", *own)
+    saved = compose(*SETTINGS, "logger=wandb", "logger.wandb.offline=true", "logger.wandb.project=p")
     cfg, _ = resumed(compose("resume=run", "logger=wandb", "logger.wandb.id=mine"), saved)
     assert (cfg.logger.wandb.offline, cfg.logger.wandb.project, cfg.logger.wandb.id) == (True, "p", "mine")
+    refusal(lambda: check_paths(compose(*SETTINGS, "logger.csv.path=../log.csv"), ()), "add ++logger.csv.path=../log.csv")
 
 
 def test_wandb_offline_and_mlflow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
