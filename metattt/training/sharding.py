@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
@@ -83,12 +82,8 @@ class FullyShardedData(ModelParallelStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process
-        numbers them."""
-        named = super().optimizer_state(optimizer)
-        numbers = _numbers(named)
-        groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]]
-        return {"state": {numbers[name]: state for name, state in named["state"].items()}, "param_groups": groups}
+        """This process's parts of the state; Lightning would name parameters, which one process numbers."""
+        return optimizer.state_dict()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -105,29 +100,14 @@ class FullyShardedData(ModelParallelStrategy):
             plain["content"][WEIGHTS] = plain["content"]["current_model_state"]
         module, stored = cast(nn.Module, self.lightning_module), weights(plain)
         model = cast(dict[str, Tensor], get_model_state_dict(module))  # no copies: what is read goes into the model
-        parts: dict[str, Tensor] = {}
-        for name, tensor in model.items():  # of a weight with several names one was written
-            parts.setdefault(stored.get(name, name), tensor)
-        load_parts(folder, parts, together=True)
-        with torch.no_grad():
-            for name, tensor in model.items():
-                tensor.copy_(parts[stored.get(name, name)])
+        # of a weight with several names one was written, and here they are one tensor as well
+        load_parts(folder, {stored.get(name, name): tensor for name, tensor in model.items()}, together=True)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
-            tensors: dict[str, Tensor] = {}  # before its first step too: zeros then
-            own = super().optimizer_state(optimizer)
-            names = {number: name for name, number in _numbers(own).items()}
+            get_optimizer_state_dict(module, optimizer)  # before its first step this makes the state, of zeros
+            own, tensors = optimizer.state_dict()["state"], dict[str, Tensor]()
             # one process has no state of a parameter without a gradient
-            known = {number: own["state"][names[number]] for number in saved["state"]}
-            take_apart(known, tensors, f"{STATES}/{index}/state")
+            take_apart({number: own[number] for number in saved["state"]}, tensors, f"{STATES}/{index}/state")
             load_parts(folder, tensors, together=True)
             state = put_together(plain["content"][STATES][index]["state"], tensors)
-            groups = [group | {"params": [names[one] for one in group["params"]]} for group in saved["param_groups"]]
-            named: dict[str, Any] = {"state": {names[one]: held for one, held in state.items()}, "param_groups": groups}
-            set_optimizer_state_dict(module, optimizer, named, options=StateDictOptions(strict=False))
+            optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
         return content
-
-
-def _numbers(state: dict[str, Any]) -> dict[str, int]:
-    """The numbers of an optimizer's parameters, in its own order, by their names."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    return {name: number for number, name in enumerate(names)}
