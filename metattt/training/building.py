@@ -14,6 +14,7 @@ from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import CLASSIFIER, fill, open_trained, read_weights
 from metattt.composition.choices import leaves
 from metattt.composition.instantiate import instantiate_model
+from metattt.errors import MetaTTTError
 from metattt.models.block import Block
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_divisible
@@ -45,9 +46,16 @@ class Builder:
         return model
 
     def empty(self) -> LanguageModel:
-        """Names and shapes of the parameters without their values."""
+        """Names and shapes of the parameters without their values. A model whose blocks share a weight, which FSDP2
+        would keep apart without a word, raises an error."""
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return instantiate_model(self.cfg)
+            model = instantiate_model(self.cfg)
+        owner: dict[nn.Parameter, str] = {}
+        for name, one in model.named_parameters(remove_duplicate=False):
+            block = name.split(".")[1] if name.startswith("blocks.") else ""
+            if owner.setdefault(one, block) != block:
+                raise MetaTTTError(f"{name} belongs to another block, too, and FSDP divides blocks: set trainer=ddp")
+        return model
 
     def in_parts(self, on_block: Callable[[nn.Module], object]) -> LanguageModel:
         """The model with the same random parameters as `whole`; `on_block` is called with every block before the next

@@ -21,6 +21,7 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
+from metattt.models.language_model import LanguageModel
 from metattt.training import saving
 from metattt.training.batches import plan_batches
 from metattt.training.building import Builder
@@ -154,6 +155,17 @@ def test_no_process_holds_the_whole_model() -> None:
     )
     assert empty.num_parameters() == whole.num_parameters()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+class Shared(LanguageModel):
+    def create_modules(self) -> None:
+        super().create_modules()
+        self.blocks[1] = self.blocks[0]
+
+
+def test_blocks_that_share_a_weight_are_not_divided() -> None:
+    shared = Builder(compose(*TINY, f"model._target_={__name__}.Shared"), None)
+    refusal(shared.empty, "blocks.1.conv_norm.weight belongs to another block, too")
 
 
 def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
