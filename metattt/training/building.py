@@ -46,11 +46,13 @@ class Builder:
         return model
 
     def empty(self) -> LanguageModel:
-        """Names and shapes of the parameters without their values. A model whose blocks share a weight, which FSDP2
-        would keep apart without a word, raises an error."""
+        """Names and shapes of the parameters without their values."""
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            model = instantiate_model(self.cfg)
-        owner: dict[nn.Parameter, str] = {}
+            return instantiate_model(self.cfg)
+
+    def to_divide(self) -> LanguageModel:
+        """`empty`, for FSDP2, which would keep a weight that blocks share apart without a word: it raises an error."""
+        model, owner = self.empty(), dict[nn.Parameter, str]()
         for name, one in model.named_parameters(remove_duplicate=False):
             block = name.split(".")[1] if name.startswith("blocks.") else ""
             if owner.setdefault(one, block) != block:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from metattt.checkpoints import rolling
@@ -232,8 +234,11 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_configuration(folder: Path, cfg: DictConfig) -> None:
-    """Writes `run.yaml`, resolved, completely or not at all."""
-    write_whole(folder / CONFIGURATION, OmegaConf.to_yaml(cfg, resolve=True).encode())
+    """Writes `run.yaml`, resolved, completely or not at all, below the versions that the run has."""
+    from metattt import __version__
+
+    versions = f"# metattt {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+    write_whole(folder / CONFIGURATION, (versions + OmegaConf.to_yaml(cfg, resolve=True)).encode())
 
 
 def _steps_of(content: Mapping[str, Any], checkpoint: Path) -> int:

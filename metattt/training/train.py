@@ -118,7 +118,7 @@ def _run(begin: Start, console: Console) -> int:
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
     if in_parts and callback_of(trainer, WeightAveraging) is not None:
         raise MetaTTTError("WeightAveraging needs the whole model, which this trainer divides: set trainer=ddp")
-    model = build.empty() if in_parts else build.whole()
+    model = build.to_divide() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)

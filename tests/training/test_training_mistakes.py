@@ -78,6 +78,7 @@ def test_the_folder_of_a_run(given: list[str], name: str, here: Path, capsys: py
     (folder,) = (here / "runs").iterdir()
     assert folder.name.endswith(f"-{name}")
     saved = OmegaConf.load(folder / "run.yaml")
+    assert (folder / "run.yaml").read_text().startswith("# metattt ")
     assert saved.name == name and saved.output_dir == f"runs/{folder.name}" and saved.dim == 8
     assert "${" not in (folder / "run.yaml").read_text()
     capsys.readouterr()
