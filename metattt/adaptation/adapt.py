@@ -102,9 +102,7 @@ def load_causal(chosen: Any) -> tuple[nn.Module, Tokenizer, Path]:
     if kind is None:
         trust = modules(chosen.trust)
         known = open_trained(chosen.checkpoint, trust=trust)
-        if "vocab_size" not in known.config.model:
-            raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt adapt takes language models")
-        vocab_size = int(known.config.model.vocab_size)
+        vocab_size = known.config.model.get("vocab_size")
         tokenizer = tokenizer_of(chosen.checkpoint, known.tokenizer, vocab_size, chosen.tokenizer)
         return load_model(chosen.checkpoint, device, trust)[0], tokenizer, home(known.path)
     need("transformers", extra="hf", what=f"a model of type {kind}")

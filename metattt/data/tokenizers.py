@@ -240,19 +240,21 @@ EVERY_BYTE = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x40), *rang
 
 
 def tokenizer_of(
-    model: str, content: str | None, vocab_size: int, given: str | None = None
+    model: str, content: str | None, vocab_size: int | None, given: str | None = None
 ) -> ByteTokenizer | FileTokenizer:
     """The tokenizer of a trained model.
 
     Args:
         model: the model's name, for messages.
         content: `bytes`, or the text of its tokenizer.json; None: not known.
-        vocab_size: V, of the model.
+        vocab_size: V, of the model; None: it reads images.
         given: what the user says instead, as for `load_tokenizer`.
 
     Raises:
         MetaTTTError: it cannot be read, has more tokens than the model, or there is none and the model's are not bytes.
     """
+    if vocab_size is None:
+        raise MetaTTTError(f"{model} is a model for images: give a language model")
     if given is not None:
         found = load_tokenizer(given)
     elif content == "bytes" or (content is None and vocab_size == ByteTokenizer.vocab_size):

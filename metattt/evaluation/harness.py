@@ -15,7 +15,7 @@ from torch import Tensor
 from metattt.checkpoints.trained import load_model, open_trained
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import check_integer
 from metattt.evaluation.output import finite
 from metattt.models.language_model import LanguageModel, tokens_per_call
 from metattt.optional import need
@@ -75,9 +75,8 @@ class MetaTTTLM(HFLM):
     ) -> MetaTTTLM:  # fmt: skip
         """The model of a checkpoint; `tokenizer` is what the user says in place of the model's own."""
         about = open_trained(checkpoint, trust=trust)
-        if "vocab_size" not in about.config.model:
-            raise MetaTTTError(f"{checkpoint} is a model for images: tasks are for language models")
-        found = tokenizer_of(str(checkpoint), about.tokenizer, about.config.model.vocab_size, tokenizer)
+        vocab_size = about.config.model.get("vocab_size")
+        found = tokenizer_of(str(checkpoint), about.tokenizer, vocab_size, tokenizer)
         model, config = load_model(checkpoint, device, trust)
         return cls(model, config, found, batch_size, segment, trust)
 

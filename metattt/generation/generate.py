@@ -33,15 +33,14 @@ def generate(cfg: DictConfig) -> None:
     chosen = settings(cfg, checkpoint=NO_CHECKPOINT)
     trust = modules(chosen.trust)
     found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"), trust)
-    if "vocab_size" not in found.config.model:
-        raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt generate takes language models")
+    vocab_size = found.config.model.get("vocab_size")
+    tokenizer = tokenizer_of(chosen.checkpoint, found.tokenizer, vocab_size, chosen.tokenizer)
     if chosen.output is not None and chosen.prompts is None:
         raise MetaTTTError("output= takes the answers to prompts=<a file>: give that, or redirect standard output")
     prompts = None if chosen.prompts is None else read_prompts(chosen)
     if chosen.prompt == "-":
         chosen.prompt = _standard_input("prompt").removesuffix("\n")
     check_text(chosen.prompt, "prompt")
-    tokenizer = tokenizer_of(chosen.checkpoint, found.tokenizer, found.config.model.vocab_size, chosen.tokenizer)
     text = Continuation(tokenizer, chosen.stop)
     model, _ = load_model(chosen.checkpoint, pick_device(chosen.device), trust)
     if prompts is not None:

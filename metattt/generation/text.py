@@ -28,7 +28,7 @@ def load_tokenizer(path: str | Path, tokenizer: str | None = None, trust: Collec
         MetaTTTError: no checkpoint, or one that cannot be read; no tokenizer, or that of another model.
     """
     found = open_trained(path, trust=trust)
-    return tokenizer_of(str(path), found.tokenizer, found.config.model.get("vocab_size", 0), tokenizer)
+    return tokenizer_of(str(path), found.tokenizer, found.config.model.get("vocab_size"), tokenizer)
 
 
 def ends(tokenizer: Tokenizer) -> list[int]:

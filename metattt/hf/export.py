@@ -17,7 +17,6 @@ from metattt.checkpoints.trained import EXPORTED, load_model, open_trained
 from metattt.composition.settings import settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
-from metattt.errors import MetaTTTError
 from metattt.generation.text import ends
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
@@ -63,9 +62,8 @@ def export(cfg: DictConfig) -> None:
     chosen = settings(cfg, source=f"no source is given: {usage}", target=f"no target is given: {usage}")
     target, trust = check_new(chosen.target), modules(chosen.trust)
     about = open_trained(chosen.source, (*OF_TRAINING, "data"), trust)
-    if "vocab_size" not in about.config.model:
-        raise MetaTTTError(f"{chosen.source} is a model for images: metattt export takes language models")
-    tokenizer = tokenizer_of(chosen.source, about.tokenizer, about.config.model.vocab_size, chosen.tokenizer)
+    vocab_size = about.config.model.get("vocab_size")
+    tokenizer = tokenizer_of(chosen.source, about.tokenizer, vocab_size, chosen.tokenizer)
     model, config = load_model(chosen.source, "cpu", trust)
     types = {parameter.dtype for parameter in model.parameters()}
     one = reduce(torch.promote_types, types)  # for all

@@ -251,7 +251,8 @@ def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(tmp_path: Pat
     (("predict", "checkpoint={a}", "source=/nowhere", "output_dir={a}/metrics.csv"), "cannot be written"),  # told first
     (("predict", "checkpoint={a}", "source={a}/checkpoints"), "holds no pictures"),
     (("predict", "checkpoint={a}", "source={a}", "top=0"), "top=0 is not allowed"),
-    (("generate", "checkpoint={a}"), "model for images"),
+    (("generate", "checkpoint={a}"), "model for images"), (("export", "source={a}", "target={a}/x"), "model for images"),
+    (("adapt", "checkpoint={a}", "data.path={a}"), "model for images"),
     (("train", "model=vision_transformer", "data=digits", "model.img_size=8", "model.patch_size=1", "model.in_chans=1", "dim=16",
       "output_dir={a}/other"), "AdamW is not for images: set training=timm"),
 ])  # fmt: skip
