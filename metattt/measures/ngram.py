@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from metattt.errors import MetaTTTError
-
 PIECE = 2**22  # tokens that are counted or predicted at a time: memory does not grow with the text
 MOST = 2**26  # entries of a table; where it would have more, the text is sorted
 
@@ -25,18 +23,10 @@ class NGram:
 
     Args:
         vocab_size: V.
-        order: n, tokens of context.
-
-    Raises:
-        MetaTTTError: an order whose contexts and their next token do not fit in 63 bits.
+        order: n, tokens of context; V^(n + 1) is 2^63 at most.
     """
 
-    def __init__(self, vocab_size: int, order: int = 2):
-        if vocab_size ** (order + 1) > 2**63:
-            raise MetaTTTError(
-                f"order {order} over {vocab_size} tokens cannot be counted: contexts do not fit in 63 bits; use a "
-                "smaller order"
-            )
+    def __init__(self, vocab_size: int, order: int):
         self.vocab_size, self.order = vocab_size, order
         self.counts: list[_Counts] = []  # by order k
 
@@ -46,15 +36,14 @@ class NGram:
         self.counts = [_Counts.of(windows.reshape(-1), self.vocab_size, k) for k in range(self.order + 1)]
         return self
 
-    def nats(self, windows: np.ndarray, order: int | None = None) -> np.ndarray:
+    def nats(self, windows: np.ndarray, order: int) -> np.ndarray:
         """`−ln P` of every token but the first of each window: `[N, T + 1]` to `[N, T]`.
 
-        As for a model, the context of a token is what precedes it in its own window. `order`: a smaller one than what
-        was counted.
+        As for a model, the context of a token is what precedes it in its own window. `order`: what was counted or less.
         """
         ids = windows.astype(np.int64)
         probability = np.full(ids[:, 1:].shape, 1 / self.vocab_size)
-        for k, counts in enumerate(self.counts[: None if order is None else order + 1]):
+        for k, counts in enumerate(self.counts[: order + 1]):
             first = max(k, 1)  # the first column with k tokens before it, of those that are predicted
             if first >= ids.shape[1]:
                 break
@@ -67,7 +56,7 @@ class NGram:
             probability[:, first - 1 :] = np.where(seen > 0, (count + seen * shorter) / weight, shorter)
         return -np.log(probability)
 
-    def bits_per_byte(self, windows: np.ndarray, token_bytes: np.ndarray, order: int | None = None) -> float:
+    def bits_per_byte(self, windows: np.ndarray, token_bytes: np.ndarray, order: int) -> float:
         """Total `−log2 P` of the predicted tokens of the windows over the bytes `token_bytes[id]` that they stand for;
         `order` as in `nats`."""
         rows = max(1, PIECE // windows.shape[1])
