@@ -44,9 +44,6 @@ class Windows(Dataset[Tensor]):
     def __init__(self, windows: Any):
         self.windows = windows
 
-    def __len__(self) -> int:
-        return len(self.windows)
-
     def __getitem__(self, index: list[int]) -> Tensor:
         batch = torch.from_numpy(self.windows[[max(0, i) for i in index]].astype(np.int64))
         batch[torch.tensor(index) < 0] = NO_TOKEN
