@@ -93,8 +93,7 @@ class TextData(WindowData, takes=("path", "context_length", "batch_size", "seed"
         return self._read(self.path, "data.path")
 
     def _read(self, path: str | Sequence[str] | None, key: str) -> list[Document]:
-        given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path
-        documents = read_documents(given, self.text_key, key)
+        documents = read_documents(path, self.text_key, key)
         documents.sort(key=lambda document: (share(document.name, self._split_seed), document.key))
         seen = {document.text for document in self._held_out}
         if self.test_fraction:
