@@ -13,12 +13,10 @@ import torch
 from refusals_for_tests import refusal
 from tokenizer_for_tests import trained_tokenizer
 
-from metattt.data.base import Place
 from metattt.data.documents import find_files, read_documents
 from metattt.data.sources import is_local
 from metattt.data.text import ByteTokenizer, TextData
 from metattt.data.tokenizers import load_tokenizer
-from metattt.data.windows import ShuffledBatches
 
 
 def write(folder: Path, files: int = 30, size: int = 200) -> Path:
@@ -126,18 +124,6 @@ def test_validation_max_bytes_are_bytes_of_text_with_any_tokenizer(tmp_path: Pat
     data.read_as(tokenizer := load_tokenizer(str(tmp_path / "tokenizer.json")))
     assert data.windows("validation").max() > 256
     assert 120 < tokenizer.token_bytes[data.windows("validation").astype(np.int64)].sum() <= 210
-
-
-def test_batches_are_a_permutation_that_the_step_decides() -> None:
-    def batches(place: Place = Place(total=5), size: int = 4, seed: int = 0) -> list[list[int]]:  # noqa: B008
-        return list(ShuffledBatches(10, size, seed, place))
-
-    seen = [position for batch in batches() for position in batch]
-    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
-    assert batches(Place(done=3, total=5)) == batches()[3:]
-    assert batches(seed=1) != batches()
-    shares = [batches(Place(rank, 2, 0, 5), size=2) for rank in range(2)]
-    assert [[position for part in parts for position in part] for parts in zip(*shares, strict=True)] == batches()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
