@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,17 +173,13 @@ def test_repetition_is_learned_and_generated() -> None:
     assert Adapter(model).generate(text[:, :9], 3, temperature=0).shape == (1, 12)
 
 
-def test_copies_single_tokens_beams_threads_and_inference_mode(tmp_path: Path) -> None:
+def test_copies_single_tokens_beams_and_inference_mode(tmp_path: Path) -> None:
     made = llama()
     adapter = Adapter(made, rule=adam())
     with torch.inference_mode():
         adapter.read(IDS), adapter.next_documents()
         adapter.save(tmp_path / "adapted.safetensors"), adapter.load(tmp_path / "adapted.safetensors")
         adapter.read(IDS[:, :20])
-    pieces = [IDS[:, start : start + 9] for start in range(8)]
-    with ThreadPoolExecutor(4) as pool:
-        for found, piece in zip(pool.map(adapter.score, 4 * pieces), 4 * pieces, strict=True):
-            close(found.nats, adapter.score(piece).nats)
     nats, other = adapter.score(IDS).nats, copy.deepcopy(adapter)
     for one in (other, pickle.loads(pickle.dumps(adapter))):
         assert torch.equal(one.score(IDS).nats.nan_to_num(), nats.nan_to_num())
