@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from metattt.composition.messages import first_line
 from metattt.data.base import Data, ReadError
 from metattt.data.windows import Batches, ShuffledBatches, batches_in_order
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError
 from metattt.io import path_of
 from metattt.optional import need
 from metattt.registry import register
@@ -239,7 +239,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
     train_split: str = setting(default="train")
     validation_split: str = setting(default="validation")
     img_size: int = setting(default=224, most=2**13)
-    in_chans: int = setting(default=3)
+    in_chans: Literal[1, 3] = setting(default=3)
     batch_size = 1024
     num_workers = 8
     min_area: float = setting(default=0.05, above=0, most=1)
@@ -250,7 +250,6 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
     def check_settings(self) -> None:
         self.timm: Any = need("timm.data", extra="images", what="data=images")
         super().check_settings()
-        check_choice("data.in_chans", self.in_chans, (1, 3))
         if self.augment is not None:
             try:
                 self.timm.create_transform(self.img_size, is_training=True, auto_augment=self.augment)
