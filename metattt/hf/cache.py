@@ -105,14 +105,6 @@ class MetaTTTCache(Cache):
         """-1: there is no maximum."""
         return -1
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns that a mask has, and where it begins."""
-        return self._seen + query_length, 0
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether anything was read."""
-        return self.is_initialized
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i continues from what sequence `beam_idx[i]` has read."""
         self.batch_select_indices(beam_idx)

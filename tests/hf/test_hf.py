@@ -293,7 +293,7 @@ def test_the_cache(model: MetaTTTForCausalLM) -> None:
     with torch.no_grad():
         cache = model(ids).past_key_values
     assert (len(cache), cache.batch_size, cache.get_seq_length(), cache.get_max_length()) == (1, 3, 9, -1)
-    assert cache.is_initialized and not cache.is_compileable and not cache.is_croppable and cache.has_previous_state()
+    assert cache.is_initialized and not cache.is_compileable and not cache.is_croppable
     state = cache.state
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([4, 0]))
