@@ -216,8 +216,7 @@ class Adapter:
                 if self.fast.ours:
                     return torch.stack([*prompt.unbind(1), *generate(model, prompt, **options)], dim=1)
                 options.setdefault("attention_mask", torch.ones_like(prompt))
-                continued: Tensor = model.generate(prompt, **options)
-                return continued
+                return model.generate(prompt, **options)
         finally:
             self.fast.generating({})
 

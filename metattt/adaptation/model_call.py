@@ -183,8 +183,7 @@ def states_in(cache: Any) -> dict[str, Any]:
     if not isinstance(cache, Followed):
         cache.__class__ = _followed_class(type(cache))
         cache.metattt_states = {}
-    states: dict[str, Any] = cache.metattt_states
-    return states
+    return cache.metattt_states
 
 
 def _followed_class(kind: type) -> type:

@@ -79,8 +79,7 @@ class Report:
         """The flags, when they have arrived: what was launched since is not waited for."""
         if self.event is not None:
             self.event.synchronize()
-        found: list[bool] = self.host.tolist()
-        return found
+        return self.host.tolist()
 
 
 def generate(
