@@ -20,8 +20,6 @@ DIM = 8
 class Decay(nn.Module):
     """`S_t = a S_{t−1} + W x_t`, `y_t = V S_t`: with mask and reset. `fault` names what is wrong."""
 
-    fault = ""
-
     def __init__(self, fault: str = "") -> None:
         super().__init__()
         self.fault = fault
