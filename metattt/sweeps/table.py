@@ -181,8 +181,9 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str, down: bool =
         paired = [] if by_seed is first else [value - first[seed] for seed, value in by_seed.items() if seed in first]
         (mean, deviation), (apart, spread) = _summary([*by_seed.values()]), _summary(paired)
         figures = {f"mean {by}": mean, "deviation": deviation, "seeds": str(len(by_seed))}
-        sign, between = "+" if sum(paired) > 0 else "", " ± " if spread else ""
-        figures["difference to the first, by seed"] = f"{sign}{apart}{between}{spread}"
+        if len(order) > 1:
+            sign, between = "+" if sum(paired) > 0 else "", " ± " if spread else ""
+            figures["difference to the first, by seed"] = f"{sign}{apart}{between}{spread}"
         rows.append({**dict(zip(others, names, strict=True)), **figures})
     return rows
 

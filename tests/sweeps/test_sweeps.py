@@ -288,7 +288,7 @@ def test_differences_are_paired_by_seed() -> None:
     assert [row["difference to the first, by seed"] for row in rows] == ["", "", "+0.2000 ± 0.1414"]
     assert [row["layer"] for row in rows] == ["a", "c", "b"]  # by their means, not by their luckiest seeds
     small = [run._replace(rows=[{"step": "1", "validation/loss": "2.5e-05"}]) for run in found[:1]]
-    assert _over_seeds(small, ["seed"], "validation/loss")[0]["mean validation/loss"] == "2.5e-05"  # seeds alone
+    assert [*_over_seeds(small, ["seed"], "validation/loss")[0].values()] == ["2.5e-05", "", "1"]  # seeds alone: no difference
     assert _over_seeds([*found, Run("d", "finished", {"layer": "a"}, found[0].rows)], ["layer", "seed"], "validation/loss") == rows
     ended = found[2]._replace(rows=[{"step": "1", "validation/loss": "inf"}])  # a variant that diverged is not better for it
     assert _over_seeds([found[0], ended], ["layer", "seed"], "validation/loss")[0]["mean validation/loss"] == "inf"
