@@ -166,7 +166,8 @@ def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
     pattern, settings = about.get("pattern"), about.get("settings")
     words = [about.get(key) for key in ("base", "layer", "how")]
     words += pattern if isinstance(pattern, list) else [pattern]
-    if not all(isinstance(one, str) for one in words) or not isinstance(settings, dict):
+    known = isinstance(settings, dict) and not settings.keys() & {"model", *about}
+    if not known or not all(isinstance(one, str) for one in words):
         raise MetaTTTError(f"{file} is damaged: it does not say what its parameters belong to")
     if any(word in json.dumps([about["layer"], settings]) for word in CODE):
         raise MetaTTTError(

@@ -446,7 +446,8 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     refusal(lambda: load_attached(file, made), "damaged")
     file.write_bytes(b"junk")
     refusal(lambda: load_attached(file, made))
-    for text in ("", "[]", json.dumps({"format": FORMAT, "layer": 3})):
+    about = {"format": FORMAT, "base": "", "pattern": "*", "layer": "in_place", "how": "beside"}
+    for text in ("", "[]", *(json.dumps(about | more) for more in ({"layer": 3}, {"settings": {"layer": "mamba"}}))):
         write_tensors(file, {"a": torch.zeros(2)}, text)
         refusal(lambda: load_attached(file, made), match=r"holds no attached layers|is damaged")
     assert torch.equal(made(IDS).logits, before)
