@@ -53,7 +53,7 @@ class SweptRun:
         folder, fixed_keys = Path(hydra.runtime.output_dir), {key_of(in_full(one)) for one in self.fixed}
         fixed = [f"metattt {self.command}", *self.fixed]
         swept = sorted(one for one in hydra.overrides.task if key_of(one) not in fixed_keys)
-        before, title = read_status(folder), " ".join(swept) or "(one)"
+        before, title = read_status(folder), re.sub(r"(?<!\S)\++", "", " ".join(swept)) or "(one)"
         if before is not None and (before.swept, sorted(before.fixed)) != (swept, sorted(fixed)):
             return self._end(f"{title} failed: {folder} holds another run: choose another hydra.sweep.dir", math.nan)
         missing = f"{folder} has no {self.objective} for the sweeper: set objective=<a column of its metrics.csv>"

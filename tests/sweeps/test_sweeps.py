@@ -150,16 +150,17 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
     assert best.best_value == pytest.approx(float(table(here / "sweep")[0]["validation/loss"]), rel=1e-6)
 
 
-def test_a_finished_run_without_a_value_fails_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Optuna takes an exception for a run that failed, and NaN for the end of the sweep."""
     make(here / "a", [(5, "nan")], column="validation/loss", swept=["seed=1"])
-    known = SimpleNamespace(runtime=SimpleNamespace(output_dir="a"), overrides=SimpleNamespace(task=["seed=1"]))
+    known = SimpleNamespace(runtime=SimpleNamespace(output_dir="a"), overrides=SimpleNamespace(task=["++seed=1"]))
     monkeypatch.setattr("metattt.sweeps.run.HydraConfig.get", lambda: known)
-    write_status(here / "a", Status(["seed=1"], ["metattt train"], "finished"))
+    write_status(here / "a", Status(["++seed=1"], ["metattt train"], "finished"))
     run = partial(SweptRun, "train", [], [], True, "validation/loss", sweeper=os.getpid())
     with pytest.raises(MetaTTTError, match="a has no validation/loss for the sweeper"):
         run(raises=True)(OmegaConf.create())
     assert math.isnan(run(raises=False)(OmegaConf.create()))
+    assert "run     seed=1: finished before\n" in capsys.readouterr().out  # as it was typed
 
 
 # -- what is refused, before anything runs -----------------------------------------------------------------------------
