@@ -51,13 +51,14 @@ def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
         if key in MOVABLE and key in before:
             moved = True
         else:
-            _check_resumable(key, f"{key}={value}")
+            groups = [one for one in given.given if key_of(one) in chosen.difference(RESUMABLE)]
+            _check_resumable(key, f"{key}={value}" if _inside(key, keys) or not groups else " ".join(groups))
         owner = key.rpartition(".")[0]
         if key.endswith("._target_"):  # another component: nothing of the old one stays
             OmegaConf.update(saved, owner, OmegaConf.select(given, owner), merge=False, force_add=True)
         OmegaConf.update(saved, key, value, force_add=True)
-    before_now = [one for one in saved.get("given") or [] if one not in given.given]
-    OmegaConf.update(saved, "given", [*before_now, *given.given], force_add=True)
+    said = {key_of(one): one for one in [*(saved.get("given") or []), *given.given] if key_of(one) != "resume"}
+    OmegaConf.update(saved, "given", [*said.values()], force_add=True)
     OmegaConf.update(saved, "trust", given.get("trust"), force_add=True)  # never from the file
     return saved, moved
 

@@ -172,11 +172,11 @@ def test_the_data_of_a_run_may_have_moved(
 
 @pytest.mark.parametrize(
     "override",
-    ["dim=128", "data.context_length=256", "seed=1", "training.lr=8e-3", "learner=mlp", "trainer.accumulate_grad_batches=2"],
+    ["dim=128", "data.context_length=256", "seed=1", "training.lr=0.008", "layer=ttt_mlp", "trainer.accumulate_grad_batches=2"],
 )
 def test_what_is_given_counts_even_at_its_default(run: Path, copy: Path, override: str) -> None:
     changed(copy, lambda record: record["config"]["training"].update(lr=0.001))
-    with pytest.raises(MetaTTTError, match=r"would change .*the run"):
+    with pytest.raises(MetaTTTError, match=f"^{override} would change .*the run"):  # in the words of the command
         train(compose(f"resume={copy}", f"data.path={run / 'after'}", "trainer.max_steps=4", override))
 
 
@@ -186,6 +186,8 @@ def test_defaults_given_for_what_may_change_are_applied(run: Path, copy: Path) -
     config = read_checkpoint(copy)["metattt"]["config"]
     assert [config["trainer"][key] for key in ("log_every_n_steps", "max_steps", "strategy")] == [5, 3, "auto"]
     assert "loss_curve" not in config["callbacks"] and "checkpoint" in config["callbacks"]
+    words = [one.partition("=")[0] for one in config["given"]]  # they repeat the run: the last of every key, no resume=
+    assert words.count("trainer.max_steps") == 1 and "trainer.max_steps=3" in config["given"] and "resume" not in words
 
 
 # -- weights that start another run ------------------------------------------------------------------------------------
