@@ -40,7 +40,7 @@ import metattt.hf  # makes the model known to Transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")  # this folder, or its name on the Hub
-model = AutoModelForCausalLM.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
 ```
 
 `config.json` describes its layers. The tokenizer puts a separator before every text, as in training; texts of different
@@ -87,7 +87,8 @@ def export(cfg: DictConfig) -> None:
         weights = {name: one for name, one in made.state_dict().items() if name not in tied}
         write_tensors(folder / SAFETENSORS, weights)
         sizes = {"parameters": made.model.num_parameters(), "vocabulary": made.config.vocab_size}
-        write_whole(folder / "README.md", CARD.format(name=target.absolute().name, **sizes).encode())
+        said = f", trust={[*trust]}" if trust else ""
+        write_whole(folder / "README.md", CARD.format(name=target.absolute().name, trust=said, **sizes).encode())
         for file in folder.iterdir():
             sync(file)
     print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")

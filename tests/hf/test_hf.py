@@ -413,7 +413,7 @@ def test_a_class_of_the_users_needs_his_word(tmp_path: Path, monkeypatch: pytest
     ids = torch.randint(257, (1, 9))
     export = ["export", f"source={tmp_path / 'model'}", f"target={tmp_path / 'out'}"]
     assert main(export) == 2 and not (tmp_path / "out").exists()
-    assert main([*export, "trust=own_learner"]) == 0
+    assert main([*export, "trust=own_learner"]) == 0 and ", trust=['own_learner'])" in (tmp_path / "out" / "README.md").read_text()
     refusal(lambda: load(tmp_path / "out"), "add trust=own_learner")
     changed(tmp_path / "out", tmp_path / "sly", put("trust", ["own_learner"]))
     with pytest.raises(MetaTTTError, match="add trust=own_learner"):  # a file cannot give it
