@@ -28,6 +28,7 @@ from metattt.evaluation.evaluate import evaluate
 from metattt.io import seal
 from metattt.registry import REGISTERED, VERSIONS
 from metattt.training.building import differences
+from metattt.training.resume import resumed
 from metattt.training.train import train
 
 TTT = ("layer=ttt_linear", "optimizer.mini_batch_size=8")
@@ -180,8 +181,15 @@ def test_what_is_given_counts_even_at_its_default(run: Path, copy: Path, overrid
         train(compose(f"resume={copy}", f"data.path={run / 'after'}", "trainer.max_steps=4", override))
 
 
+@pytest.mark.parametrize("given", ["trainer.devices=1", "trainer.max_steps=320"])
+def test_an_explicit_value_counts_though_it_is_the_default(given: str, run: Path) -> None:
+    saved = OmegaConf.create(OmegaConf.to_container(compose("trainer.devices=2", "trainer.max_steps=8")))
+    cfg, _ = resumed(compose(f"resume={run / 'run'}", "~recipe", given), saved)  # type: ignore[arg-type]
+    assert [cfg.trainer.devices, cfg.trainer.max_steps] == ([1, 8] if "devices" in given else [2, 320])
+
+
 def test_defaults_given_for_what_may_change_are_applied(run: Path, copy: Path) -> None:
-    given = ("trainer.log_every_n_steps=5", "trainer.max_steps=3", "trainer=default", "~callbacks.loss_curve", "dim=8", "~recipe")
+    given = ("trainer.log_every_n_steps=5", "trainer.max_steps=3", "trainer=default", "~callbacks.loss_curve", "dim=8")
     assert train(compose(f"resume={copy}", f"data.path={run / 'after'}", *given)) == 0
     config = read_checkpoint(copy)["metattt"]["config"]
     assert [config["trainer"][key] for key in ("log_every_n_steps", "max_steps", "strategy")] == [5, 3, "auto"]
