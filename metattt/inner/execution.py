@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from metattt.errors import MetaTTTError
 from metattt.functional import with_values
 from metattt.inner.compiled import in_a_loop
 from metattt.inner.export import inlined
@@ -45,6 +46,8 @@ def in_groups(
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
     if (traced or torch.compiler._is_exporting_flag) and not loop.plan.solved:
         return recomputed(loop, tokens, memory, blocks, read, inlined)
+    if torch.compiler._is_exporting_flag and isinstance(tokens.views.k.shape[2], torch.SymInt):
+        raise MetaTTTError("torch.export writes the loop over chunks out, for one length: leave it out of dynamic_shapes")
     if compiling:
         return in_a_loop(loop, tokens, memory, blocks, read)
     if not torch.is_grad_enabled() or transformed():
