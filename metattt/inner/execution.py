@@ -47,7 +47,7 @@ def in_groups(
     if (traced or torch.compiler._is_exporting_flag) and not loop.plan.solved:
         return recomputed(loop, tokens, memory, blocks, read, inlined)
     if torch.compiler._is_exporting_flag and isinstance(tokens.views.k.shape[2], torch.SymInt):
-        raise MetaTTTError("torch.export writes the loop over chunks out, for one length: leave it out of dynamic_shapes")
+        raise MetaTTTError("torch.export writes a loop over chunks out for one length: leave it out of dynamic_shapes")
     if compiling:
         return in_a_loop(loop, tokens, memory, blocks, read)
     if not torch.is_grad_enabled() or transformed():
