@@ -51,8 +51,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     accepts_loss_kwargs = True  # Trainer: `num_items_in_batch`
     supports_gradient_checkpointing = True
-    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012 (as Transformers has it)
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["Block"]  # noqa: RUF012 (as Transformers has it)
     _input_embed_layer = "embedding"
     _is_stateful = True
 
@@ -62,6 +61,9 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.trust = trust
         self.model: LanguageModel = instantiate_model(config.composed(trust))
+        first = {one: name for name, one in self.named_parameters()}
+        names = self.named_parameters(remove_duplicate=False)
+        self._tied_weights_keys = {name: first[one] for name, one in names if name != first[one]}
         self.post_init()
 
     @classmethod
@@ -255,6 +257,10 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: our modules draw their parameters when they are made."""
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Not only the head: also what the class of the model shares, whether it ties the embeddings or not."""
+        return dict(self._tied_weights_keys)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

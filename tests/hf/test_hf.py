@@ -406,10 +406,20 @@ def test_what_a_configuration_may_say(change: Any, message: str | None, exported
     assert re.search(message, refusal(lambda: load(folder)))
 
 
-def test_a_class_of_the_users_needs_his_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_learner.py").write_text(OWN_LEARNER)
+SHARING = """
+from metattt.models import LanguageModel
+class Sharing(LanguageModel):
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.blocks[1].ffn.up.weight = self.blocks[0].ffn.up.weight
+"""
+
+
+def test_classes_of_the_users_need_his_word_and_may_share_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_learner.py").write_text(OWN_LEARNER + SHARING)
     monkeypatch.syspath_prepend(tmp_path)
-    model = write_made(tmp_path / "model", "learner=custom", "learner._target_=own_learner.Own", "layer=custom", "optimizer=minibatch")
+    own = ("learner=custom", "learner._target_=own_learner.Own", "model._target_=own_learner.Sharing", "model.tie_embeddings=false")
+    model = write_made(tmp_path / "model", *own, "layer=custom", "optimizer=minibatch")
     ids = torch.randint(257, (1, 9))
     export = ["export", f"source={tmp_path / 'model'}", f"target={tmp_path / 'out'}"]
     assert main(export) == 2 and not (tmp_path / "out").exists()
@@ -418,7 +428,11 @@ def test_a_class_of_the_users_needs_his_word(tmp_path: Path, monkeypatch: pytest
     changed(tmp_path / "out", tmp_path / "sly", put("trust", ["own_learner"]))
     with pytest.raises(MetaTTTError, match="add trust=own_learner"):  # a file cannot give it
         load(tmp_path / "sly")
-    torch.testing.assert_close(load(tmp_path / "out", trust=["own_learner"])(ids).logits, model(ids))
+    found = load(tmp_path / "out", trust=["own_learner"])
+    torch.testing.assert_close(found(ids).logits, model(ids))
+    found.save_pretrained(tmp_path / "again")
+    blocks = load(tmp_path / "again", trust=["own_learner"]).model.blocks
+    assert blocks[1].ffn.up.weight is blocks[0].ffn.up.weight
 
 
 def test_damaged_weights(exported: Path, tmp_path: Path) -> None:
