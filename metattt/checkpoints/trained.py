@@ -131,8 +131,8 @@ def load_model(
 
     Returns:
         The model in evaluation mode, and the configuration: of the run, or of the model alone where there was no run.
-        Parameters of a run are in fp32; those of a model that was saved alone keep their types. torch's global
-        generator is left as it was.
+        Parameters of a run are in fp32, after `trainer.precision=64-true` in fp64; those of a model that was saved
+        alone keep their types. torch's global generator is left as it was.
 
     Raises:
         MetaTTTError: no checkpoint, one that cannot be read, or parameters that are not those of the configured model.
@@ -142,9 +142,9 @@ def load_model(
     check_shapes(found, complaint)
     with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers that no file holds
         model = instantiate_model(found.about.config)
-    for name, parameter in model.named_parameters() if not found.of_run else ():  # of the types that the weights have
-        if name in found.tensors and found.tensors[name].is_floating_point():
-            parameter.data = parameter.data.to(found.tensors[name].dtype)
+    for name, parameter in model.named_parameters():  # of the types that the weights have
+        if name in found.tensors and (kind := found.tensors[name].dtype).is_floating_point:
+            parameter.data = parameter.data.to(torch.promote_types(kind, torch.float32) if found.of_run else kind)
     fill(model, found, complaint)
     if found.about.evaluation is not None and "num_classes" in found.about.config.model:
         model.evaluated_with("vision_transformer", **found.about.evaluation)  # type: ignore[operator]

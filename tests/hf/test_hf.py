@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 import metattt
 import metattt.hf
 from metattt.checkpoints.convert import convert
-from metattt.checkpoints.trained import open_trained
+from metattt.checkpoints.trained import open_trained, read_weights
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.text import ByteTokenizer
@@ -176,13 +176,14 @@ def test_a_run_is_exported_without_what_it_was_trained_on(tmp_path: Path) -> Non
     (tmp_path / "secret.txt").write_text("alpha beta gamma " * 60)
     small = ("dim=16", "num_heads=2", "model.num_layers=1", "data.batch_size=2", "data.context_length=24", "trainer.max_steps=1")
     rest = ("sample=false", "trainer.accelerator=cpu", f"data.path={tmp_path / 'secret.txt'}", f"output_dir={tmp_path / 'run'}")
-    assert main(["train", *small, *rest]) == 0
+    assert main(["train", *small, *rest, "trainer.precision=64-true"]) == 0
     assert main(["export", f"source={tmp_path / 'run'}", f"target={tmp_path / 'out'}", "dtype=bfloat16"]) == 0
     text = (tmp_path / "out" / "config.json").read_text()
     assert "secret" not in text and "max_steps" not in text and "output_dir" not in text
     model, ids = load(tmp_path / "out"), torch.randint(257, (1, 20))
     assert model.dtype == torch.bfloat16
     ours, _ = metattt.load_model(tmp_path / "run")
+    assert torch.equal(ours.embedding.weight, read_weights(tmp_path / "run").tensors["embedding.weight"])  # in double precision
     torch.testing.assert_close(model(ids).logits, ours.to(torch.bfloat16)(ids), rtol=0, atol=0)
     wide = load(tmp_path / "out", dtype=torch.float32)
     assert wide.dtype == torch.float32 and torch.equal(wide.model.embedding.weight, model.model.embedding.weight.float())
