@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 from functools import reduce
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from transformers import GenerationConfig
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
 from metattt.checkpoints.folder import new_folder
@@ -22,7 +22,6 @@ from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
 from metattt.hf.tokenizer import to_transformers
 from metattt.io import read_object, sync, write_whole
-from metattt.optional import need
 
 OF_TEXT = ("generation_config.json", "*token*.json", "chat_template*", "vocab.json", "merges.txt")
 CARD = """---
@@ -65,9 +64,8 @@ def export(cfg: DictConfig) -> None:
     vocab_size = about.config.model.get("vocab_size")
     tokenizer = tokenizer_of(chosen.source, about.tokenizer, vocab_size, chosen.tokenizer)
     model, config = load_model(chosen.source, "cpu", trust)
-    types = {parameter.dtype for parameter in model.parameters()}
-    one = reduce(torch.promote_types, types)  # for all
-    model.to(one if chosen.dtype is None else getattr(torch, chosen.dtype))
+    widest = reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()))
+    model.to(widest if chosen.dtype is None else getattr(torch, chosen.dtype))
     made = MetaTTTForCausalLM.of(model, config, trust)
     start, end = tokenizer.separator, ends(tokenizer)[-1]
     described = MetaTTTConfig(
@@ -83,8 +81,7 @@ def export(cfg: DictConfig) -> None:
         for pattern in OF_TEXT if again else ():  # what a user has set there since, as a chat template
             for file in beside.parent.glob(pattern):
                 shutil.copyfile(file, folder / file.name)
-        tied = set(made.all_tied_weights_keys)
-        weights = {name: one for name, one in made.state_dict().items() if name not in tied}
+        weights = {name: one for name, one in made.state_dict().items() if name not in made.all_tied_weights_keys}
         write_tensors(folder / SAFETENSORS, weights)
         sizes = {"parameters": made.model.num_parameters(), "vocabulary": made.config.vocab_size}
         said = f", trust={[*trust]}" if trust else ""
@@ -94,10 +91,7 @@ def export(cfg: DictConfig) -> None:
     print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
 
 
-def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
+def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> GenerationConfig:
     """The `GenerationConfig` of a model with this tokenizer: which tokens begin and end a text."""
-    transformers = need("transformers", extra="hf", what="metattt export")
     start, stops = tokenizer.separator, ends(tokenizer)
-    return transformers.GenerationConfig(
-        bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start
-    )
+    return GenerationConfig(bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start)
