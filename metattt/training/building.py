@@ -51,12 +51,13 @@ class Builder:
             return instantiate_model(self.cfg)
 
     def to_divide(self) -> LanguageModel:
-        """`empty`, for FSDP2, which would keep a weight that blocks share apart without a word: it raises an error."""
+        """`empty`, for FSDP2, which divides one block after the other and may lose that blocks share a weight: such a
+        model raises an error."""
         model, owner = self.empty(), dict[nn.Parameter, str]()
         for name, one in model.named_parameters(remove_duplicate=False):
             block = name.split(".")[1] if name.startswith("blocks.") else ""
             if owner.setdefault(one, block) != block:
-                raise MetaTTTError(f"{name} belongs to another block, too, and FSDP divides blocks: set trainer=ddp")
+                raise MetaTTTError(f"{name} is a weight of several blocks, which FSDP cannot divide: set trainer=ddp")
         return model
 
     def in_parts(self, on_block: Callable[[nn.Module], object]) -> LanguageModel:

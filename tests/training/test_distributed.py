@@ -165,7 +165,7 @@ class Shared(LanguageModel):
 
 def test_blocks_that_share_a_weight_are_not_divided() -> None:
     shared = Builder(compose(*TINY, f"model._target_={__name__}.Shared"), None)
-    refusal(shared.to_divide, "blocks.1.conv_norm.weight belongs to another block, too")
+    refusal(shared.to_divide, "blocks.1.conv_norm.weight is a weight of several blocks")
 
 
 def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
