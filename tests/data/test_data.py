@@ -13,6 +13,7 @@ import torch
 from refusals_for_tests import refusal
 from tokenizer_for_tests import trained_tokenizer
 
+from metattt.data.base import Place
 from metattt.data.documents import find_files, read_documents
 from metattt.data.sources import is_local
 from metattt.data.text import ByteTokenizer, TextData
@@ -76,6 +77,7 @@ def test_the_test_split_shares_no_text_with_the_others(tmp_path: Path) -> None:
     splits = [data.split(name) for name in ("train", "validation", "test")]
     assert all(len(one) >= 3 for one in splits) and sum(map(len, splits)) == 30
     assert len(set().union(*splits)) == 30  # by content: the copy counts once
+    assert len(before.split("all")) == 31  # which it does where nothing is kept for a test
     assert set(before.split("validation")) == set(splits[1])
     seeds = [TextData(path, **settings, test_fraction=0.3, seed=seed, split_seed=0) for seed in (1, 2)]  # type: ignore[arg-type]
     assert [one.split("test") for one in seeds] == [splits[2], splits[2]]
@@ -113,6 +115,10 @@ def test_windows_are_the_text_with_separators(tmp_path: Path) -> None:
     assert 500 - 32 <= short.windows("train").size <= 500 + 30
     everything = torch.cat(list(data.val_dataloader()))
     assert torch.equal(everything, torch.from_numpy(data.windows("validation").astype(np.int64)))
+    found = []
+    for data.place in (Place(0, 2), Place(1, 2)):  # what fills up the last batch is no text
+        found += [window.tolist() for batch in data.val_dataloader() for window in batch if (window >= 0).any()]
+    assert sorted(found) == sorted(everything.tolist())
 
 
 def test_validation_max_bytes_are_bytes_of_text_with_any_tokenizer(tmp_path: Path) -> None:

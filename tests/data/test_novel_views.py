@@ -40,6 +40,10 @@ def test_the_tokens_of_a_scene() -> None:
         assert tokens[:, -1].tolist() == [1] * number + [0] * (12 - number) + [-1] * 8
         assert (tokens[12:] == scenes[0][0][12:]).all() and (labels[12:] == scenes[0][1][12:]).all()  # the same scene
         assert not tokens[number:12].any() and not tokens[12:, 54:-1].any() and np.isnan(labels[:12]).all()
+    rays, moments = np.split(tokens[-4:, :54].reshape(-1, 6).astype(np.float64), 2, axis=1)  # of the pixels of the last view
+    place = -3 * rays.sum(0) / np.linalg.norm(rays.sum(0))  # of its camera, which looks at the middle
+    np.testing.assert_allclose(moments, np.cross(place, rays), atol=1e-5)
+    assert data._patches(np.arange(36).reshape(1, 6, 6, 1))[1].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]  # rows of a patch
 
 
 @pytest.mark.parametrize("size", ["null", "16"])

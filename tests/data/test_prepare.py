@@ -109,8 +109,9 @@ def test_a_run_does_not_mix_with_another(corpus: Path, prepared: Path, tmp_path:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     assert "holds other files" in refused(corpus, tmp_path / "other")
-    (tmp_path / "other" / "manifest.json").write_text('{"format": "metattt shards", "version": 2}')
-    assert "is not of this release of metattt prepare" in refused(corpus, tmp_path / "other")
+    for kind, version in (("shards", 1), ("tokens", 2)):
+        (tmp_path / "other" / "manifest.json").write_text(json.dumps({"format": f"metattt {kind}", "version": version}))
+        assert "is not of this release of metattt prepare" in refused(corpus, tmp_path / "other")
 
 
 def test_stopped_there_is_nothing_half_and_the_same_command_goes_on(

@@ -90,7 +90,9 @@ def evaluated(run: Path, *overrides: str) -> Any:
 
 @pytest.mark.parametrize(("overwrite", "power"), [(False, 0.01), (True, 0.01), (True, 1000)])
 def test_every_key_is_asked_once_and_its_last_value_is_the_label(overwrite: bool, power: float) -> None:
-    data = RecallData(pairs=5, length=36, vocab_size=24, overwrite=overwrite, gap_power=power)
+    data = RecallData(pairs=5, length=36, vocab_size=25, overwrite=overwrite, gap_power=power)
+    gaps = np.arange(1, len(data._gaps) + 1) / len(data._gaps)
+    np.testing.assert_allclose(data._gaps / data._gaps[-1], gaps ** (power - 1), atol=1e-300)
     first_ones = 0
     for index in range(40):
         ids, labels = data.sequence("train", index)
