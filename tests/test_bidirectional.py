@@ -67,5 +67,4 @@ def test_a_configuration_chooses_both_directions() -> None:
         instantiate_model(compose("direction=both", "dim=16", "num_heads=2", job="train"))
     cfg = compose("dim=16", "num_heads=2", job="train")
     cfg.direction = "backward"  # assigned, or of a file
-    with pytest.raises(MetaTTTError, match="direction=backward is not allowed"):
-        instantiate_model(cfg)
+    refusal(lambda: instantiate_model(cfg), "direction=backward is not allowed")

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import metattt
 from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import load_components
-from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, KernelEstimator, KernelRidge, Learner, Linear, ModuleLearner, Weight
 from metattt.learners.log_linear import LogLinear
@@ -143,8 +142,7 @@ class Row(Learner):
 
 def test_a_matrix_that_is_a_vector_too_has_no_dual_form() -> None:
     assert layer(GradientDescent(4), Row()).form == "primal"
-    with pytest.raises(MetaTTTError, match="dual cannot express Row: w is used as a matrix and as a vector"):
-        layer(GradientDescent(4), Row(), form="dual")
+    refusal(lambda: layer(GradientDescent(4), Row(), form="dual"), "dual cannot express Row: w is used as a matrix and as a vector")
 
 
 class OfRows(Learner):
@@ -288,8 +286,7 @@ def mine(base: Any, name: str, value: Any, first: bool) -> Any:
 ])  # fmt: skip
 def test_a_name_that_the_base_class_uses(base: Any, name: str, first: bool) -> None:
     for value in ("xavier", nn.Linear(2, 2)):
-        with pytest.raises(MetaTTTError, match=rf"Mine sets an attribute called '{name}', which \w+ has for its own use"):
-            mine(base, name, value, first)
+        refusal(partial(mine, base, name, value, first), match=rf"Mine sets an attribute called '{name}', which \w+ has for its own use")
     refusal(lambda: type("Mine", (Linear,), {"init": "xavier"}), "'init', which Learner has for its own use")
 
 
@@ -320,8 +317,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 def test_a_loss_that_is_another_in_other_company(name: str) -> None:
     function, word = LOSSES[name]
     task = type("Mine", (Reconstruction,), {"loss": lambda self, p, v: function(p, v)})()
-    with pytest.raises(MetaTTTError, match=f"Mine.loss of what MLP predicts for a token depends on {word}"):
-        TTTLayer(16, 2, task, MLP(), GradientDescent(4))
+    refusal(lambda: TTTLayer(16, 2, task, MLP(), GradientDescent(4)), f"Mine.loss of what MLP predicts for a token depends on {word}")
 
 
 def test_a_learner_that_is_another_in_other_company() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_for_tests import write_made
+from refusals_for_tests import refusal
 
 pytest.importorskip("transformers")
 
@@ -17,7 +18,6 @@ from transformers.data import DataCollatorForLanguageModeling, DataCollatorWithF
 import metattt
 import metattt.hf
 from metattt.cli import main
-from metattt.errors import MetaTTTError
 from metattt.hf import MetaTTTForCausalLM
 
 PROMPTS = ["the key is", "a", "one two three four five"]
@@ -95,8 +95,7 @@ def test_the_loss_of_padded_and_packed_batches_is_that_of_single_texts(model: Me
     told_twice = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
     twice = told_twice([{"input_ids": one["input_ids"]} for one in data])
     torch.testing.assert_close(model(**twice).loss, loss)
-    with pytest.raises(MetaTTTError, match="return_position_ids=True"):
-        model(**twice | {"position_ids": None})
+    refusal(lambda: model(**twice | {"position_ids": None}), "return_position_ids=True")
     smoothed = trainer(model, tokenizer, tmp_path, label_smoothing_factor=1e-9)  # which shifts the labels itself
     torch.testing.assert_close(smoothed.compute_loss(model, dict(batch)), loss)
 
@@ -175,5 +174,4 @@ def test_lora_on_the_projections(layer: str, targets: Any, exported: Path, token
 def test_adapters_that_do_not_fit(name: str, settings: dict[str, Any], message: str, model: MetaTTTForCausalLM) -> None:
     peft = pytest.importorskip("peft")
     tuned = peft.get_peft_model(model, getattr(peft, name)(task_type="CAUSAL_LM", **settings))
-    with pytest.raises(MetaTTTError, match=message):
-        tuned(torch.zeros(1, 3, dtype=torch.long))
+    refusal(lambda: tuned(torch.zeros(1, 3, dtype=torch.long)), match=message)

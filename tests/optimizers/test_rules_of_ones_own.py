@@ -325,8 +325,7 @@ def test_a_mini_batch_that_is_open_keeps_its_size() -> None:
 def test_settings_that_come_too_late() -> None:
     layer = layer_of(partial(GradientDescent, 4, token_steps="shared"))
     for name, value in (("base_lr", 0.5), ("lr_scale", "none"), ("token_steps", "none"), ("mini_batch_size", 8)):
-        with pytest.raises(MetaTTTError, match=rf"GradientDescent\.{name} = .* comes too late, .* {name}={value}"):
-            setattr(layer.optimizer, name, value)
+        refusal(partial(setattr, layer.optimizer, name, value), match=rf"GradientDescent\.{name} = .* comes too late, .* {name}={value}")
     layer.optimizer.base_lr = 1.0  # as it is
     with pytest.raises(MetaTTTError, match=r"Momentum\.momentum = 'none' comes too late"):
         layer_of(Momentum).optimizer.momentum = "none"

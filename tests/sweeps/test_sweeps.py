@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from refusals_for_tests import refusal
 from runs_for_tests import rows
 
 from metattt.cli import main
-from metattt.errors import MetaTTTError
 from metattt.sweeps.record import LONGEST_NAME, STATUS, Status, folder_name, read_status, write_status
 from metattt.sweeps.run import SweptRun
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
@@ -157,8 +157,7 @@ def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytes
     monkeypatch.setattr("metattt.sweeps.run.HydraConfig.get", lambda: known)
     write_status(here / "a", Status(["++seed=1"], ["metattt train"], "finished"))
     run = partial(SweptRun, "train", [], [], True, "validation/loss", sweeper=os.getpid())
-    with pytest.raises(MetaTTTError, match="a has no validation/loss for the sweeper"):
-        run(raises=True)(OmegaConf.create())
+    refusal(lambda: run(raises=True)(OmegaConf.create()), "a has no validation/loss for the sweeper")
     assert math.isnan(run(raises=False)(OmegaConf.create()))
     assert "run     seed=1: finished before\n" in capsys.readouterr().out  # as it was typed
 
@@ -216,8 +215,7 @@ def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
     others: list[dict[str, object]] = [{"version": 2}, {"more": 2}, {"swept": 5}, {"fixed": [1]}, {"seconds": "long"}]
     for damaged in ("", "[]", "{", *(json.dumps(good | other) for other in others)):
         (tmp_path / STATUS).write_text(damaged)
-        with pytest.raises(MetaTTTError, match=STATUS):
-            read_status(tmp_path)
+        refusal(lambda: read_status(tmp_path), STATUS)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -142,8 +142,7 @@ def test_killed_and_resumed(
             train(command)
     assert steps(run) == kept
     if not kept:
-        with pytest.raises(MetaTTTError, match="has no checkpoint yet: start the run again with the same command"):
-            train(compose(f"resume={run}"))
+        refusal(lambda: train(compose(f"resume={run}")), "has no checkpoint yet: start the run again with the same command")
     assert train(command if step != 5 else compose(f"resume={run}", "trust=lightning.pytorch.callbacks")) == 0
     assert log(run) == log(undisturbed["plain"]) and steps(run)[0] == 8
     found, wanted = (read_checkpoint(one)["state_dict"] for one in (run, undisturbed["plain"]))
@@ -335,8 +334,7 @@ def test_nothing_is_removed_for_a_command_that_cannot_run(wrong: tuple[str, ...]
     places = {"older": copied / "checkpoints" / "step-00000006", "other": tmp_path / "other"}
     given = [one.format(**places) for one in wrong]
     before = content(copied)
-    with pytest.raises(MetaTTTError):
-        train(compose(*given, "overwrite=true") if "resume" in given[0] else eight(corpus, copied, "overwrite=true", *given))
+    refusal(lambda: train(compose(*given, "overwrite=true") if "resume" in given[0] else eight(corpus, copied, "overwrite=true", *given)))
     assert content(copied) == before
 
 

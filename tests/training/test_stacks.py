@@ -89,8 +89,7 @@ def test_from_python() -> None:
     kinds = [type(block.layer.learner).__name__ for block in model.blocks]  # type: ignore[union-attr]
     assert kinds == ["MLP", "KernelEstimator", "MLP", "KernelEstimator", "MLP"]
     for wrong in ({}, {"layer": mlp, "blocks": [mlp]}, *({"blocks": one} for one in ([], "ttt_mlp", [mlp()], [mlp] * 6))):
-        with pytest.raises(MetaTTTError):
-            LanguageModel(31, 16, 5, **wrong)  # type: ignore[arg-type]
+        refusal(partial(LanguageModel, 31, 16, 5, **wrong))  # type: ignore[arg-type]
     refusal(lambda: LanguageModel(31, 16, 1, blocks=[lambda: 3]), "the layer of block 0 is a int: it must be a torch")
 
 
