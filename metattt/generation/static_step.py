@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,12 +90,11 @@ class RecordedStep:
         state: stays as it is; the steps go on from a copy.
         count: tokens to come; gradients inside a layer are recorded for many (`TRACED`), and to be compiled.
         compiled: `torch.compile` the recording, which takes seconds (fewer where its cache on the disk knows the step)
-            and rounds otherwise.
+            and rounds otherwise. Where torch cannot, a warning says why, and the recording runs as it is.
 
     Raises:
         NotStatic: a state that grows, a step that reads a value back, modules with hooks or compiled ones, or a second
             token for which the recording computes something else than the model.
-        RuntimeError: torch cannot compile the recording.
     """
 
     def __init__(self, model: LanguageModel, state: LanguageModelState, count: int = 1, compiled: bool = False):
@@ -116,8 +115,7 @@ class RecordedStep:
         # those of the state that are other tensors after a token; the rest is written over
         self._new = [at for at, (x, y) in enumerate(zip(given, found, strict=True)) if x is not y]
         self._constants, self._static = recorder.constants, static
-        function = recorder.function([logits, *(found[at] for at in self._new)], operators=compiled)
-        self._function: Callable[..., Sequence[Tensor]] = function
+        self._function = recorder.function([logits, *(found[at] for at in self._new)], operators=compiled)
         token, self._tensors = (token + 1) % model.vocab_size, [x.clone() for x in found]
         logits, after = model.step(token.unsqueeze(1), self.state.map(torch.clone), donate_state=True)
         if not torch.equal(self(token), logits[:, -1]) or not all(map(torch.equal, self._tensors, tensors_of(after))):
@@ -125,9 +123,12 @@ class RecordedStep:
         if compiled:
             # called with tensors of the same shapes for good: nothing has to be looked at before each token
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
-            self._function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
-            self._tensors = list(map(_laid_out, start, start))
-            self(token)  # compiles: an error belongs here, not to the first token that is drawn
+            try:  # compiles at its first call: an error belongs here, not to the first token that is drawn
+                made = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
+                made(token, *map(_laid_out, start, start), *self._constants)
+                self._function = made
+            except (RuntimeError, OSError) as error:
+                log.warning("generation: a token's step is not compiled: %s", str(error).partition("\n\n")[0])
         self._tensors = start
 
     def __call__(self, token: Tensor) -> Tensor:

@@ -65,9 +65,7 @@ class Continuation:
 
     def add(self, token: int) -> str:
         """The text that has become certain with `token`; nothing once the text has ended."""
-        if self.ended:
-            return ""
-        if token in ends(self.tokenizer):
+        if self.ended or token in ends(self.tokenizer):
             return self.finish()
         data = self.held + self.tokenizer.decode([token])
         found = [place for one in self.stop if (place := data.find(one)) >= 0]

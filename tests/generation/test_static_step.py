@@ -134,8 +134,8 @@ def test_compile_true_says_when_steps_are_not_alike(change: str, caplog: pytest.
         model.blocks[0].register_forward_hook(lambda *_: None)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda *_: torch.ones(2).view(3))  # fails when it is called
     with torch.inference_mode(), caplog.at_level("WARNING", "metattt"):
-        assert isinstance(one_token_step(model, after(model), WORTH["cpu"], compiled=True), PlainStep)
-    assert re.search(f"which is not compiled: .*{UNLIKE[change]}", caplog.text)
+        made = type(one_token_step(model, after(model), WORTH["cpu"], compiled=True))
+    assert made is (RecordedStep if change == "compiler" else PlainStep) and re.search(f"is not compiled: .*{UNLIKE[change]}", caplog.text)
 
 
 def test_long_texts_are_recorded_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
