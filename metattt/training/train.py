@@ -116,8 +116,14 @@ def _run(begin: Start, console: Console) -> int:
             f"processes, and this run has one: unset {' '.join(ranks)}, or set trainer.devices and trainer.num_nodes"
         )
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
-    if in_parts and callback_of(trainer, WeightAveraging) is not None:
-        raise MetaTTTError("WeightAveraging needs the whole model, which this trainer divides: set trainer=ddp")
+    if callback_of(trainer, WeightAveraging) is not None:
+        if in_parts:
+            raise MetaTTTError("WeightAveraging needs the whole model, which this trainer divides: set trainer=ddp")
+        if (kind := trainer.precision) in ("bf16-true", "16-true"):  # validation puts the averages into the model
+            raise MetaTTTError(
+                f"WeightAveraging with trainer.precision={kind} would round the averages to 16 bits at every "
+                f"validation: set trainer.precision={kind.replace('true', 'mixed')}"
+            )
     model = build.to_divide() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build

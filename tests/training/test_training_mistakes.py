@@ -37,6 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("resume=auto overwrite=true", "give one of them"),
     ("resume=nothing", "does not exist"),
     ("+callbacks.x={_target_:lightning.pytorch.callbacks.StochasticWeightAveraging,swa_lrs:0.1}", "averages once per epoch"),
+    ("+callbacks.x={_target_:lightning.pytorch.callbacks.WeightAveraging} trainer.precision=bf16-true", "precision=bf16-mixed"),
     ("+callbacks.x={_target_:lightning.pytorch.callbacks.GradientAccumulationScheduler,scheduling:{0:2}}", "it counts epochs"),
 ])  # fmt: skip
 def test_one_line(given: str, expected: str, here: Path, told: Callable[..., str]) -> None:
