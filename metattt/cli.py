@@ -117,7 +117,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         return _run(command, words, cfg)
     except MetaTTTError as error:
-        return _fail(str(error))
+        return 2 if error.said else _fail(str(error))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # told by `main`
@@ -219,6 +219,8 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
         return f"{place}: {error.strerror}{advice}" if place else f"{error.strerror}{advice}"
     if line := out_of_memory(error):
         return line
+    if "wandb login" in str(error):
+        return "W&B has no key: run `wandb login`, or set logger.wandb.offline=true"
     if "InvalidCxxCompiler" in str(error):
         return "torch.compile finds no C++ compiler: install one, or name it in CXX, or set compile=false"
     if isinstance(error, InterpolationResolutionError):
@@ -230,7 +232,7 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
 
 
 def _fail(message: str) -> int:
-    print(f"error: {printable(message)}", file=sys.stderr)
+    print("error:", printable(message).replace("\n", "\n       "), file=sys.stderr)  # a name may hold a line
     return 2
 
 

@@ -17,6 +17,8 @@ class MetaTTTError(ValueError):
     command line prints it as `error: ...` and exits with code 2, without a traceback.
     """
 
+    said = False  # whether one of several processes has printed it for all
+
 
 class NotFinite(MetaTTTError):
     """NaN or infinity where finite numbers are needed."""
@@ -25,7 +27,8 @@ class NotFinite(MetaTTTError):
 def did_you_mean(value: object, allowed: Iterable[object], key: str = "") -> str:
     """The question, after a space, for the allowed value that looks most like this one; nothing if none does."""
     near = difflib.get_close_matches(str(value), map(str, allowed), 1)
-    return f" Did you mean {key}{near[0]}?" if near else ""
+    quote = "'" if near and " " in near[0] else ""
+    return f" Did you mean {quote}{key}{near[0]}{quote}?" if near else ""
 
 
 def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:

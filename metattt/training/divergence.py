@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -103,7 +104,8 @@ class Divergence(Callback):
 
     def _react(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Returns if the run can continue without the update of a step, or raises an error."""
-        weights, text = diagnose(pl_module.model, self.losses)
+        lost = _agreed(trainer, *((~torch.isfinite(loss)).float() for loss in self.losses))
+        weights, text = diagnose(pl_module.model, self.losses, lost)
         found, ending = f"step {step}: {text}", advice(pl_module)
         if _agreed(trainer, *self.spoilt):
             ending = "the inputs of the batch are not finite either: mend the data"
@@ -112,7 +114,11 @@ class Divergence(Callback):
             if len(self.skipped) <= self.max_skipped:
                 return say(trainer, f"{found}. Skipped ({len(self.skipped)} of the last {WINDOW} steps)")
             ending = f"{self.max_skipped} of the last {WINDOW} steps were skipped already: {ending}"
-        raise MetaTTTError(f"{found}\n{ending}")
+        error = MetaTTTError(f"{found}\n{ending}")
+        if trainer.world_size > 1:  # now: the end of another process may end this one
+            say(trainer, f"error: {found}\n       {ending}")
+            error.said = True
+        raise error
 
 
 def overflows(tensors: Iterable[Tensor]) -> Tensor | None:
@@ -123,17 +129,19 @@ def overflows(tensors: Iterable[Tensor]) -> Tensor | None:
     return (~torch.isfinite(get_total_norm(parts))).float() if parts else None
 
 
-def diagnose(model: nn.Module, losses: Iterable[Tensor]) -> tuple[list[str], str]:
-    """A description of the non-finite weights, gradients and losses. Processes that share a model call it together."""
+def diagnose(model: nn.Module, losses: Iterable[Tensor], lost: bool) -> tuple[list[str], str]:
+    """A description of the non-finite weights, gradients and losses; `lost`: a loss is not finite in some process.
+    Processes that share a model call it together."""
     total = sum(1 for _ in model.parameters())
     weights, gradients = (not_finite(model, gradients) for gradients in (False, True))
     words = [f"the loss is {loss.item()}" for loss in losses if not torch.isfinite(loss)][:1]
+    words = words or ["the loss of another process is not finite"] * lost
     for what, found in (("weights are", weights), ("the gradient is", gradients)):
         if found and not (words and found is gradients and len(found) == total):  # that all are adds nothing
             more = f" and {len(found) - NAMED} more of {total} parameters" if len(found) > NAMED else ""
             named = f"all {total} parameters" if len(found) == total else ", ".join(found[:NAMED]) + more
             words.append(f"{what} not finite: {named}")
-    return weights, "; ".join(words) or "the loss of another process is not finite"
+    return weights, "; ".join(words) or "the norm of all gradients, or of all weights, is too large to be squared"
 
 
 def not_finite(model: nn.Module, gradients: bool) -> list[str]:
@@ -162,7 +170,9 @@ def not_finite(model: nn.Module, gradients: bool) -> list[str]:
 
 
 def advice(pl_module: Any) -> str:
-    """The overrides that make steps shorter, with the values they have now."""
+    """The overrides that help: another type of weights, or shorter steps, with the values they have now."""
+    if any(one.dtype == torch.float16 for one in pl_module.parameters()):
+        return "weights of fp16: numbers below 6e-8 are 0, as Adam's eps; set trainer.precision=bf16-mixed or 16-mixed"
     rate = getattr(pl_module.recipe, "lr", None)
     outer = f"lower training.lr (now {rate:g}: training.lr={rate / 3:.2g})" if rate else "lower the learning rate"
     rules = [module.optimizer for module in pl_module.modules() if isinstance(module, TTTLayer)]
@@ -173,13 +183,9 @@ def advice(pl_module: Any) -> str:
 
 def listed(numbers: Iterable[int]) -> str:
     """Numbers as text, neighbours as a range: `0, 3–5`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
+    by_distance = groupby(enumerate(sorted(numbers)), lambda one: one[1] - one[0])  # of neighbours it is the same
+    runs = [[number for _, number in run] for _, run in by_distance]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def _agreed(trainer: Trainer, *flags: Tensor | None) -> bool:

@@ -81,7 +81,7 @@ def test_the_row_that_the_page_shows(mine: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
-    (["family=delta rule"], "Did you mean family=delta rules?"),
+    (["family=delta rule"], "Did you mean 'family=delta rules'?"),
     (["layer=delta_nt"], "Did you mean `layer=delta_net`?"),
     (["layer=delta_net", "family=delta rules"], "leave out one of them"),
     (["learner=mlp", "learner.dpth=2"], "learner.depth"),

@@ -15,7 +15,7 @@ from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import build, compose
 from metattt.training.callbacks import LossCurve
-from metattt.training.divergence import Divergence, listed, not_finite, overflows
+from metattt.training.divergence import diagnose, listed, not_finite, overflows
 from metattt.training.text_module import LanguageModeling
 from metattt.training.train import train
 
@@ -101,6 +101,9 @@ def test_parameters_are_named_by_layer_and_head() -> None:
     }  # fmt: skip
     assert found[-1] == "embedding.weight (too large to be squared)"  # the backward pass comes to the embedding last
     assert not_finite(model, gradients=False) == []
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.5e19 / parameter.numel() ** 0.5)
+    assert "the norm of all gradients, or" in diagnose(model, [], lost=False)[1]
     assert listed([7, 0, 2, 3, 4]) == "0, 2–4, 7" and listed([]) == ""
 
 
@@ -120,13 +123,14 @@ def test_stop_names_what_it_found(
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("step ")]
     assert error == [
         "error: step 4: the gradient is not finite: layer 1: blocks.1.layer.optimizer.lr_weight (head 1)",
-        "lower training.lr (now 0.005: training.lr=0.0017), or the inner one (now 1: optimizer.base_lr=0.25)",
+        "       lower training.lr (now 0.005: training.lr=0.0017), or the inner one (now 1: optimizer.base_lr=0.25)",
     ]
     assert read_checkpoint(tmp_path / "run")["global_step"] == 2 and finite(tmp_path / "run")
     monkeypatch.undo()
-    given = ["training.lr=1e30", "trainer.gradient_clip_val=null", "overwrite=true"]
-    assert main(["train", *settings, *given]) == 2
+    assert main(["train", *settings, "training.lr=1e30", "trainer.gradient_clip_val=null", "overwrite=true"]) == 2
     assert "step 2: the loss is nan; weights are not finite: all" in capsys.readouterr().err
+    assert main(["train", *settings, "trainer.precision=16-true", "overwrite=true"]) == 2
+    assert "6e-8 are 0, as Adam's eps; set trainer.precision=bf16-mixed" in capsys.readouterr().err
 
 
 def test_a_skipped_step_leaves_weights_and_moments(
@@ -142,8 +146,7 @@ def test_a_skipped_step_leaves_weights_and_moments(
     content = read_checkpoint(tmp_path / "run")
     steps = {float(state["step"]) for state in content["optimizer_states"][0]["state"].values()}
     assert steps == {5.0} and content["global_step"] == 6 and finite(tmp_path / "run")
-    kept = [value for key, value in content["callbacks"].items() if "Divergence" in key]
-    assert kept == [{"skipped": [3]}]
+    assert [value for key, value in content["callbacks"].items() if "Divergence" in key] == [{"skipped": [3]}]
 
 
 def test_a_validation_that_is_not_finite_is_said(
@@ -176,18 +179,11 @@ def test_spoilt_weights_never_reach_a_checkpoint(
 
 
 def test_layers_refuse_nan_again_after_a_run(settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[TTTLayer] = []
-    original = Divergence.on_fit_start
-
-    def noted(self: Any, trainer: Any, module: Any) -> None:
-        original(self, trainer, module)
-        made.extend(one for one in module.modules() if isinstance(one, TTTLayer))
-        assert not any(layer.refuse_nan for layer in made)
-
-    monkeypatch.setattr(Divergence, "on_fit_start", noted)
-    spoil_loss(monkeypatch, 1)
-    refusal(lambda: train(compose(*settings)), "step 1")
-    assert made and all(layer.refuse_nan for layer in made)
+    made: list[tuple[TTTLayer, bool]] = []
+    after_step(monkeypatch, 1, lambda _, module: made.extend((x, x.refuse_nan) for x in module.modules() if isinstance(x, TTTLayer)))
+    spoil_loss(monkeypatch, 2)
+    refusal(lambda: train(compose(*settings)), "step 2")
+    assert made and all(layer.refuse_nan and not before for layer, before in made)
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -204,7 +200,7 @@ def test_processes_decide_alike(settings: tuple[str, ...], tmp_path: Path, strat
     given = (*settings, f"trainer={strategy}", f"on_divergence={policy}")
     codes, output = two_processes(tmp_path, *given, first=spoil_the_second)
     assert codes == [2 * (policy == "stop")] * 2, output
-    assert "step 3: the gradient is not finite: all" in output
+    assert output.count("step 3: the loss of another process is not finite") == 1  # one says it for both
     assert ("Skipped (1" in output) == (policy == "skip")
     assert read_checkpoint(tmp_path / "run")["global_step"] == (2 if policy == "stop" else 6)
     assert finite(tmp_path / "run")

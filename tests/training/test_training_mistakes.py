@@ -63,6 +63,8 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (no_space, "run/metrics.csv: No space left on device: free some"),
         (too_large, "error: run: File too large: the limit is that of `ulimit -f`"),
         (no_compiler, "install one, or name it in CXX, or set compile=false"),
+        (OSError(errno.EACCES, "Denied", "a\nerror: b"), "error: a\n       error: b: Denied"),  # no other error
+        (RuntimeError("No API key. Use `wandb login` to log in."), "error: W&B has no key: run `wandb login`, or set logger"),
         (lambda *call, **more: exec(compiler), "cannot run this model, set compile=false: RuntimeError: FakeTensor; the traceback is in"),
     ):
         with monkeypatch.context() as patch:
