@@ -110,6 +110,8 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
         other = f" (`{inner}` is that of the inner loop.)" if inner in keys else ""
         return f"{said} Did you mean `{suggestion}`?{other}"
     added = f" To add one, write `+{full_key}._target_=<class>`." if owner in ("callbacks", "logger") else ""
+    if owner.startswith(("callbacks.", "logger.")):
+        added = f" For another argument of its class, write `+{full_key}=<value>`."
     return f"{said} It has: {', '.join(sorted(fields)) or 'none'}.{added}"
 
 
@@ -153,6 +155,8 @@ def unknown_choice(group: str, name: str, options: Sequence[str], job: str) -> s
         choices = known["training"]
         outer = name if name in choices else f"<{', '.join(sorted(choices))}>"
         hint = f", the inner optimizer. The outer one is `training={outer}`"
+    elif group in ("callbacks", "logger") and name.lower() in ("none", "false"):
+        hint = f": ~{group} leaves it out"
     elif others and group != "training":
         hint = f". Did you mean `{others[0]}={name}`?"
     elif guess := nearest(name, options):
@@ -214,7 +218,7 @@ def explain_composition(error: BaseException, job: str) -> str:
     if named := re.match(r"Could not override '([\w/]+)'", line):
         return not_chosen(named[1], job)
     if named := re.match(r"Multiple values for ([\w/]+)", line):
-        return f"`+{named[1]}` would choose {named[1]} twice. Did you mean `{named[1]}`?"
+        return f"`{named[1]}` is chosen twice: write `{named[1]}=`, or in a file `- override /{named[1]}:`"
     if re.match("In '.*Could not override .*@", line):  # the file's own group is the package of what it sets
         line += " Begin the file with the line `# @package _global_`"
     return line

@@ -16,7 +16,7 @@ from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import Tokenizer, tokenizer_of
-from metattt.errors import MetaTTTError, NotFinite
+from metattt.errors import MetaTTTError, NotFinite, printable
 from metattt.generation.sampling import generate as sample_tokens
 from metattt.generation.text import Continuation, check_text, ends, generate_text
 from metattt.io import parse, path_of, read_text
@@ -58,7 +58,8 @@ def generate(cfg: DictConfig) -> None:
         seed=chosen.seed,
         compiled=chosen.compile,
     )
-    print(chosen.prompt, end="", flush=True)
+    shown = printable if sys.stdout.isatty() else str  # a file gets the text as it is
+    print(shown(chosen.prompt), end="", flush=True)
     started = first = time.perf_counter()
     count = 0
     try:
@@ -66,14 +67,14 @@ def generate(cfg: DictConfig) -> None:
             if not count:
                 first = time.perf_counter()
             count += 1
-            print(text.add(int(token)), end="", flush=True)
+            print(shown(text.add(int(token))), end="", flush=True)
             if text.ended:
                 break
     except NotFinite as error:
         print(flush=True)
         raise MetaTTTError(f"{chosen.checkpoint}, after {count} tokens: {error}") from error
     ended = time.perf_counter()
-    print(text.finish(), flush=True)
+    print(shown(text.finish()), flush=True)
     speed = f", then {(count - 1) / (ended - first):.1f} tokens/s" if count > 1 else ""
     print(f"{count} tokens; prompt of {len(ids)} tokens read in {first - started:.2f} s{speed}", file=sys.stderr)
 

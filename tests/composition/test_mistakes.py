@@ -87,6 +87,8 @@ MESSAGES = {  # what is typed, and what the message says
     "~model.vocab_size": "cannot be removed",
     "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
     "callbacks.say._target_=my.Callback": "To add one, write `+callbacks.say._target_=<class>`.",
+    "logger=none": "is not a choice of logger: ~logger leaves it out",
+    "callbacks.loss_curve.metric=loss": "For another argument of its class, write `+callbacks.loss_curve.metric=<value>`.",
     "logger.say._target_=my.Logger": "To add one, write `+logger.say._target_=<class>`.",
     "data._target_=my.Data data.batch_sise=3": "my.Data has no schema: did you mean `data.batch_size`? For another setting, write `++data",
     "text=a.txt": "`text` is not chosen by name in `metattt train`",

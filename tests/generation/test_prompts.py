@@ -59,6 +59,10 @@ def test_a_prompt_from_standard_input(
         assert main(["generate", f"checkpoint={finished}", prompt, *GREEDY]) == 0
         found.append(capsys.readouterr().out)
     assert found[0] == found[1] and found[0].startswith("abc 1")
+    standard_input(monkeypatch, b"abc\x1b[31m")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # which what is written must not steer
+    assert main(["generate", f"checkpoint={finished}", "prompt=-", *GREEDY]) == 0
+    assert capsys.readouterr().out.startswith("abc\\x1b[31m")
 
 
 @pytest.mark.parametrize(("words", "content", "message"), [
