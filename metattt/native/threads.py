@@ -27,7 +27,9 @@ def divide(function: Callable[[int, int], int], learners: int, threads: int) -> 
     try:
         with suppress(RuntimeError):
             for _ in range(threads - 1):
-                others.append(_threads().submit(work))
+                if not _pool:
+                    _pool.append(ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="metattt"))
+                others.append(_pool[0].submit(work))
         work()
         for other in others:
             other.result()
@@ -38,12 +40,6 @@ def divide(function: Callable[[int, int], int], learners: int, threads: int) -> 
     while len(found) < threads:  # one that was queued although its thread did not begin, and then taken by another
         time.sleep(1e-4)
     return found
-
-
-def _threads() -> ThreadPoolExecutor:
-    if not _pool:
-        _pool.append(ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="metattt"))
-    return _pool[0]
 
 
 if hasattr(os, "register_at_fork"):

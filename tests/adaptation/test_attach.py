@@ -354,7 +354,10 @@ def test_a_cache_is_copied_and_pickled_with_its_states() -> None:
         for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
             close(made(IDS[:, 13:], use_cache=True, **{CACHE: other}).logits, whole[:, 13:])
         cache.batch_select_indices(torch.tensor([False, True]))
-        close(made(IDS[1:, 13:], use_cache=True, **{CACHE: cache}).logits, whole[1:, 13:])
+        cache.batch_repeat_interleave(2)
+        close(made(IDS[[1, 1], 13:], use_cache=True, **{CACHE: cache}).logits, whole[[1, 1], 13:])
+        cache.reset()
+        assert not cache.metattt_states
 
 
 def test_detaching_once_more_leaves_what_was_attached_since() -> None:

@@ -67,12 +67,9 @@ def test_the_bar_does_not_ask_the_device_at_every_step(monkeypatch: pytest.Monke
     assert asked == [100.0] * 2 + [100.6] * 2
 
 
-def test_a_sample_cannot_steer_the_terminal() -> None:
+def test_a_sample_steers_no_terminal_and_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     given = b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode()
     assert printable(given.decode(errors="replace")) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
-
-
-def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     model, compiler = LanguageModel(257, 8, 1, lambda: build("linear_attention", dim=8, num_heads=2)), CompileCounter()
     for block in model.blocks:
         block.compile(backend=compiler)
