@@ -232,7 +232,7 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
 
 
 def _fail(message: str) -> int:
-    print("error:", printable(message).replace("\n", "\n       "), file=sys.stderr)  # a name may hold a line
+    print("error:", printable(message).replace("\n", "\n       "), file=sys.stderr)
     return 2
 
 
