@@ -218,7 +218,7 @@ def explain_composition(error: BaseException, job: str) -> str:
     if named := re.match(r"Could not override '([\w/]+)'", line):
         return not_chosen(named[1], job)
     if named := re.match(r"Multiple values for ([\w/]+)", line):
-        return f"`{named[1]}` is chosen twice: write `{named[1]}=`, or in a file `- override /{named[1]}:`"
+        return f"{named[1]} is chosen twice. Did you mean `{named[1]}`? In a file, write `override /{named[1]}:`"
     if re.match("In '.*Could not override .*@", line):  # the file's own group is the package of what it sets
         line += " Begin the file with the line `# @package _global_`"
     return line

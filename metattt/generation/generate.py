@@ -58,7 +58,7 @@ def generate(cfg: DictConfig) -> None:
         seed=chosen.seed,
         compiled=chosen.compile,
     )
-    shown = printable if sys.stdout.isatty() else str  # a file gets the text as it is
+    shown: Any = printable if sys.stdout.isatty() else str  # a file gets the text as it is
     print(shown(chosen.prompt), end="", flush=True)
     started = first = time.perf_counter()
     count = 0
