@@ -84,12 +84,9 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
     if split == "validation" and others:
         line = f"{', '.join(others)}: this is not the text of its run, which may have trained on what is held out here"
         job.console.print(line)
-    elif split == "validation" and not job.changes:
-        before = {name: one.data for name, one in job.known.items() if one.data is not None}
-        now = data.fingerprint() if before else None
-        if changed := ", ".join(name for name, one in before.items() if one != now):
-            line = "the text has changed since, and the run may have trained on what is held out now"
-            job.console.print(f"{changed}: {line}")
+    elif split == "validation" and not job.changes and (changed := _changed(job.known, data)):
+        line = f"{', '.join(changed)}: the text has changed since, and the run may have trained on what is held out now"
+        job.console.print(line)
     job.console.print(table(f"{split} text of {data.source}", columns, totals))
     if len(edges) - 1 <= ROWS:
         job.console.print(by_position.bits_by_position(scores, edges))
@@ -104,6 +101,13 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         where = by_position.places(edges, chosen.bins)
         made.plot("by_position", where, losses, "Loss by position", axes, chosen.bins == "log", marks)
     return scores
+
+
+def _changed(known: Mapping[str, Trained], data: WindowData) -> list[str]:
+    """The names of models whose run has read other text than is there now."""
+    before = {name: one.data for name, one in known.items() if one.data is not None}
+    now = data.fingerprint() if before else None
+    return [name for name, one in before.items() if one != now]
 
 
 def _text(model: Trained, changes: dict[str, Any]) -> dict[str, Any]:

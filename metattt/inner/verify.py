@@ -61,9 +61,7 @@ def other_function(learner: Learner, claimed: Function, num_heads: int, width: i
     shapes = learner.shapes
 
     def sample(learner: Any, generator: torch.Generator, batch: int, count: int, scale: float) -> Sample:
-        fast = {name: _random(generator, batch, *shape) for name, shape in shapes.items() if name in learner.init}
-        # of such a size that products of `[B, H, d_in, d_out]` stay near 1
-        fast = {name: one / (one.shape[-2] if one.ndim > 3 else 1) ** 0.5 for name, one in fast.items()}
+        fast = {name: _weight(generator, batch, *shape) for name, shape in shapes.items() if name in learner.init}
         slow = {name: _random(generator, *shape) for name, shape in shapes.items() if name in learner.slow}
         x = scale * _random(generator, batch, num_heads, count, width)
         expected = claimed(fast, slow, x)
@@ -137,6 +135,11 @@ class _Touched(TorchFunctionMode):
 
 def _random(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _weight(generator: torch.Generator, *shape: int) -> Tensor:
+    """A fast weight `[B, H, *shape]` of such a size that its products stay near 1."""
+    return _random(generator, *shape) / (shape[-2] if len(shape) > 3 else 1) ** 0.5
 
 
 def _close(found: Tensor, expected: Tensor, size: Tensor) -> bool:

@@ -27,9 +27,7 @@ def divide(function: Callable[[int, int], int], learners: int, threads: int) -> 
     try:
         with suppress(RuntimeError):
             for _ in range(threads - 1):
-                if not _pool:
-                    _pool.append(ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="metattt"))
-                others.append(_pool[0].submit(work))
+                others.append(_threads().submit(work))
         work()
         for other in others:
             other.result()
@@ -40,6 +38,12 @@ def divide(function: Callable[[int, int], int], learners: int, threads: int) -> 
     while len(found) < threads:  # one that was queued although its thread did not begin, and then taken by another
         time.sleep(1e-4)
     return found
+
+
+def _threads() -> ThreadPoolExecutor:
+    if not _pool:
+        _pool.append(ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="metattt"))
+    return _pool[0]
 
 
 if hasattr(os, "register_at_fork"):

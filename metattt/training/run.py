@@ -166,9 +166,7 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
             clear = partial(remove_run, folder)
     if source is not None:
         check_paths(cfg, given.given)
-    logs = _logs(cfg)
-    rows = [row for path in logs for row in read_rows(path)[0] if int(row[STEP]) == done and of_validation(row)]
-    last = [float(row.get("validation/loss") or 0) for row in rows] if logs else [0.0]  # no log: there was one
+    last = _validations(cfg, done)
     complete = 0 < cfg.trainer.get("max_steps", -1) <= done and len(last) > 0
     if complete:
         line = f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>"
@@ -272,6 +270,13 @@ def _end_at(done: int, cfg: DictConfig, folder: Path) -> Callable[[], object]:
             "give another output_dir=<folder>, or overwrite=true to remove what came after"
         )
     return partial(rolling.remove_newer, folder, done)
+
+
+def _validations(cfg: DictConfig, step: int) -> list[float]:
+    """The losses of validations after a step in the logs, 0 where a validation has none; one 0 without a CSV log."""
+    logs = _logs(cfg)
+    rows = [row for path in logs for row in read_rows(path)[0] if int(row[STEP]) == step and of_validation(row)]
+    return [float(row.get("validation/loss") or 0) for row in rows] if logs else [0.0]
 
 
 def _logs(cfg: DictConfig) -> list[Path]:

@@ -113,6 +113,10 @@ def reversed_state(*given: Any, **options: Any) -> Any:
     return y, None if h is None else h.flip(2)
 
 
+def without_gradient(q: Tensor, *given: Any, **options: Any) -> Any:
+    return simple_gla(q.detach(), *given, **options)
+
+
 def broken(*given: Any, **options: Any) -> Any:
     raise RuntimeError("0 active drivers")
 
@@ -123,7 +127,7 @@ def test_the_first_call_may_be_in_inference_mode() -> None:
     assert list(by_fla._AGREES.values()) == [True]
 
 
-@pytest.mark.parametrize("function", [scaled, reversed_state, lambda q, *given, **more: simple_gla(q.detach(), *given, **more), broken])
+@pytest.mark.parametrize("function", [scaled, reversed_state, without_gradient, broken])
 def test_what_does_not_agree_is_not_taken(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another scale, another layout, a gradient that is not there, one that does not run: told apart by what it gives."""
     x = torch.randn(1, 40, 16)
