@@ -215,8 +215,8 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
     if isinstance(error, OSError) and error.strerror:
         advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
         advice = ": the limit is that of `ulimit -f`" if error.errno == errno.EFBIG else advice
-        place = error.filename or (None if cfg is None else cfg.get("output_dir"))  # a write that failed names no file
-        return f"{place}: {error.strerror}{advice}" if place else f"{error.strerror}{advice}"
+        place = error.filename or ("current folder" if error.errno == errno.ENOENT else cfg and cfg.get("output_dir"))
+        return f"{place}: {error.strerror}{advice}" if place else f"{error.strerror}{advice}"  # a write names no file
     if line := out_of_memory(error):
         return line
     if "wandb login" in str(error):
