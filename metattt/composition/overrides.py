@@ -66,10 +66,8 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
 
 def without_null(overrides: Sequence[str]) -> list[str]:
     """Overrides without `experiment=null`, and without the experiments that were chosen before it."""
-    kept: list[str] = []
-    for one in overrides:
-        kept = [*kept, one] if one != "experiment=null" else [x for x in kept if key_of(str(x)) != "experiment"]
-    return kept
+    last = max((place for place, one in enumerate(overrides) if one == "experiment=null"), default=-1)
+    return [one for place, one in enumerate(overrides) if place > last or key_of(str(one)) != "experiment"]
 
 
 def key_of(override: str) -> str:
@@ -101,7 +99,8 @@ def quote_free_text(override: str, sweep: bool = False) -> str:
             return override
         texts = [text if re.fullmatch(QUOTED, text, flags=re.DOTALL) else quoted(text) for text in texts]
         return f"{start}[{','.join(texts)}]"  # a path may hold `=`, or spaces
-    if sweep and re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value):
+    lists = r"|\[.*\],|.*,\[.*\]$" if key in LISTS else ""
+    if sweep and re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(" + lists, value):
         return override
     if sweep and len(texts := _between_commas(value)) > 1:
         texts = [text if text == "null" or re.match("['\"]", text) else quoted(text) for text in texts]
@@ -125,11 +124,8 @@ def quoted(text: str) -> str:
 def searched(overrides: Sequence[str]) -> list[Traversable]:
     """The folders of configurations that overrides add (`hydra.searchpath`)."""
     given = [one for one in overrides if key_of(one) == SEARCH_PATH]
-    found: list[Traversable] = []
-    for url in (str(url) for one in given for url in _parse(one).value()):  # type: ignore[union-attr]
-        scheme, _, place = url.rpartition("://")
-        found.append(files(place) if scheme == "pkg" else Path(place))
-    return found
+    urls = (str(url).rpartition("://") for one in given for url in _parse(one).value())  # type: ignore[union-attr]
+    return [files(place) if scheme == "pkg" else Path(place) for scheme, _, place in urls]
 
 
 def is_of_hydra(key: str) -> bool:

@@ -173,7 +173,7 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str, down: bool =
             group = groups.setdefault(tuple(run.swept.get(key, "") for key in others), {})
             group[run.swept["seed"]] = run.final(by)  # NaN, too: the mean of a variant that diverged is NaN
     rows = []
-    averages = {names: statistics.fmean(by_seed.values()) for names, by_seed in groups.items()}
+    averages = {names: sum(by_seed.values()) / len(by_seed) for names, by_seed in groups.items()}
     order = sorted(groups, key=lambda names: (math.isnan(averages[names]), averages[names] * (-1 if down else 1)))
     first = groups[order[0]] if order else {}
     for names in order:
@@ -190,7 +190,7 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str, down: bool =
 
 def _summary(values: Sequence[float]) -> tuple[str, str]:
     deviation = _number(statistics.stdev(values), 4) if len(values) > 1 and math.isfinite(sum(values)) else ""
-    return _number(statistics.fmean(values), 4) if values else "", deviation
+    return _number(sum(values) / len(values), 4) if values else "", deviation
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:
