@@ -115,6 +115,10 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
             code = int(str(stop.code))
         except (HydraException, OmegaConfBaseException) as error:
             raise MetaTTTError(explain_composition(error, command)) from error
+        except ValueError as error:
+            if "No trials are completed" not in str(error):  # Optuna's, where all runs failed: the table says why
+                raise
+            code = 1
     unfinished = tell(folder)
     if unfinished or code:
         print(f"sweep   not finished: the same command with hydra.sweep.dir={folder} resumes it", flush=True)
@@ -133,7 +137,8 @@ def _values(override: Override, typed: str) -> list[str]:
     found = [f"{key}={value}" for value in override.sweep_string_iterator()]
     if not found:
         names = ", ".join(sorted(choices(override.key_or_group)))
-        raise MetaTTTError(f"`{override.input_line}` fits none of the choices of {override.key_or_group}: {names}")
+        why = f"fits none of the choices of {override.key_or_group}: {names}" if names else "is an empty range"
+        raise MetaTTTError(f"`{override.input_line}` {why}")
     return found if not override.is_range_sweep() else found[:1]
 
 
@@ -183,8 +188,7 @@ def _stopped_by_the_sweep(folder: Path, run: SweptRun) -> Iterator[None]:
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     mark.unlink(missing_ok=True)
-    known = [code - 128 for code in STOPPED]
-    heard = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]  # as of a single run
+    heard = [code - 128 for code in STOPPED if signal.getsignal(code - 128) is not signal.SIG_IGN]  # as of one run
     before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield

@@ -148,6 +148,8 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
     assert first < set(states(here / "sweep")) and len(states(here / "sweep")) == 3
     best = OmegaConf.load(here / "sweep" / "optimization_results.yaml")
     assert best.best_value == pytest.approx(float(table(here / "sweep")[0]["validation/loss"]), rel=1e-6)
+    assert main([*command, "hydra.sweeper.n_trials=1", "hydra.sweep.dir=none", "data.path=none.txt"]) == 1
+    assert "failed: data.path=none.txt" in capsys.readouterr().out  # every run failed: the table says why
 
 
 def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +170,7 @@ def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("words", "expected"), [
     ("layer=ttt_mlp,ttt_mpl", "`ttt_mpl` is not a choice of layer. Did you mean `layer=ttt_mlp`?"),
     ("layer=glob(zz*)", "fits none of the choices of layer: atlas, attention, "),
+    ("seed=range(1,0)", "`seed=range(1,0)` is an empty range"),
     ("seed=interval(0,1)", "add hydra/sweeper=optuna, or name values, seed=a,b"),
     ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
     ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
@@ -289,8 +292,9 @@ def test_differences_are_paired_by_seed() -> None:
     small = [run._replace(rows=[{"step": "1", "validation/loss": "2.5e-05"}]) for run in found[:1]]
     assert [*_over_seeds(small, ["seed"], "validation/loss")[0].values()] == ["2.5e-05", "", "1"]  # seeds alone: no difference
     assert _over_seeds([*found, Run("d", "finished", {"layer": "a"}, found[0].rows)], ["layer", "seed"], "validation/loss") == rows
-    ended = found[2]._replace(rows=[{"step": "1", "validation/loss": "inf"}])  # a variant that diverged is not better for it
-    assert _over_seeds([found[0], ended], ["layer", "seed"], "validation/loss")[0]["mean validation/loss"] == "inf"
+    lost = [run._replace(rows=[{"step": "1", "validation/loss": "inf"}]) for run in found[1:3]]  # diverged: not better for it
+    rows = _over_seeds([found[0], *lost, found[3]], ["layer", "seed"], "validation/loss")
+    assert [row["mean validation/loss"] for row in rows] == ["inf", "inf"]
     longer = found[0]._replace(fixed=("trainer.max_steps=10",))  # of another sweep in the same folder
     assert _over_seeds([*found, longer], ["layer", "seed"], "validation/loss") == []
 
