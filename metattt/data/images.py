@@ -120,6 +120,14 @@ def names_of_classes(data: Any) -> list[str] | None:
     return None
 
 
+def in_order(names: list[str] | None) -> list[str] | None:
+    """Names of classes in timm's order. It leaves those that differ in case or zeros alone (`A` and `a`, `1` and `01`)
+    in any order, another one in every process."""
+    key = need("timm.utils", extra="images", what="reading images").natural_key
+    ordered = sorted(sorted(names or ()), key=key)
+    return ordered if list(map(key, ordered)) == list(map(key, names or ())) and ordered else names
+
+
 class CheckedImages(Dataset[tuple[Any, int]]):
     """Images of timm or torchvision by number, where one that cannot be read is named, and refused or skipped.
 
@@ -170,7 +178,8 @@ class CheckedImages(Dataset[tuple[Any, int]]):
     def _name(self, index: int) -> str:
         try:
             reader = self.reader
-            return str(self.dataset.samples[index][0] if reader is None else reader.filename(index, absolute=True))
+            name = self.dataset.samples[index][0] if reader is None else reader.filename(index, absolute=True)
+            return str(name or f"number {index}")
         except Exception:  # a reader without file names, or one that has to decode the image to know
             return f"number {index}"
 
@@ -339,7 +348,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
 
     def _labels(self, name: str, root: Any, found: Any) -> dict[int, int]:
         """Label of a data set -> number of the class of that name; empty where they are the same."""
-        own, known = names_of_classes(found), self.known_classes if name == "train" else self.class_names
+        own = names_of_classes(found)
+        known = self.class_names if name != "train" else self.known_classes or in_order(own)
         if own is None or known is None or own == list(known):
             return {}
         numbers = {one: number for number, one in enumerate(known)}
@@ -358,7 +368,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
 
     @property
     def class_names(self) -> list[str] | None:
-        return names_of_classes(self._datasets["train"]) if self.known_classes is None else list(self.known_classes)
+        return list(self.known_classes) if self.known_classes else in_order(names_of_classes(self._datasets["train"]))
 
     def describe(self) -> str:
         sizes = [len(self._datasets[name]) for name in ("train", "validation")]
