@@ -25,6 +25,10 @@ warn_once = cache(logging.getLogger(__name__).warning)
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
 PACKED = re.compile(r"\.(txt|md|py|jsonl?|parquet|csv|tsv)\.(gz|zst|bz2|xz|zip)$", re.I)
+OTHERS = (
+    "Compressed files and other formats: metattt prepare source=<json, text, csv, ...> dataset_files=<files> "
+    "target=<new folder>; of a dataset saved on disk: source=arrow dataset_files=<folder>/*.arrow"
+)
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {"test", "tests"}  # not installed on every machine
 
@@ -115,8 +119,7 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if root.is_file():
         if root.suffix.lower() not in SUFFIXES:
             raise MetaTTTError(
-                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {suffixes}\nCompressed files and "
-                "other formats: metattt prepare source=<json, text, csv, ...> dataset_files=<file> target=<new folder>"
+                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {suffixes}\n{OTHERS}"
             )
         return [(root, root.parent)]
     if not root.is_dir():
@@ -126,13 +129,14 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
         raise MetaTTTError(f"{key}={root} holds shards of metattt prepare, not text: {way}")
     there = list(walk(root))
     text = [file for file in there if file.suffix.lower() in SUFFIXES]
-    files = sorted(file for file in text if file.is_file())
+    hidden = {file for file in text if "/." in f"/{file.relative_to(root).as_posix()}"}
+    files = sorted(file for file in text if file.is_file() and file not in hidden)
     packed, lost = [file for file in there if PACKED.search(file.name)], [file for file in text if not file.exists()]
-    for what, left in (("compressed files", packed), ("links that lead nowhere", lost)):
+    for what, left in (("compressed files", packed), ("links that lead nowhere", lost), ("hidden files", hidden)):
         if left:
             warn_once("%s=%s: %s are left out (%d, as %s)", key, root, what, len(left), min(left).name)
     if not files:
-        raise MetaTTTError(f"{key}={root} holds no files that can be read: use {suffixes}")
+        raise MetaTTTError(f"{key}={root} holds no files that can be read: use {suffixes}\n{OTHERS}")
     return [(file, root) for file in files]
 
 

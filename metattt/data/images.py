@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from metattt.composition.messages import first_line
 from metattt.data.base import Data, ReadError
-from metattt.data.windows import Batches, ShuffledBatches, batches_in_order
+from metattt.data.windows import PlacedBatches, batches_in_order
 from metattt.errors import MetaTTTError
 from metattt.io import path_of
 from metattt.optional import need
@@ -121,8 +121,7 @@ def names_of_classes(data: Any) -> list[str] | None:
 
 
 def in_order(names: list[str] | None) -> list[str] | None:
-    """Names of classes in timm's order. It leaves those that differ in case or zeros alone (`A` and `a`, `1` and `01`)
-    in any order, another one in every process."""
+    """Names of classes in timm's order, which is another one in every process where names differ in case or zeros."""
     key = need("timm.utils", extra="images", what="reading images").natural_key
     ordered = sorted(sorted(names or ()), key=key)
     return ordered if list(map(key, ordered)) == list(map(key, names or ())) and ordered else names
@@ -177,19 +176,10 @@ class CheckedImages(Dataset[tuple[Any, int]]):
 
     def _name(self, index: int) -> str:
         try:
-            reader = self.reader
-            name = self.dataset.samples[index][0] if reader is None else reader.filename(index, absolute=True)
+            name = self.dataset.samples[index][0] if self.reader is None else self.reader.filename(index, absolute=True)
             return str(name or f"number {index}")
         except Exception:  # a reader without file names, or one that has to decode the image to know
             return f"number {index}"
-
-
-class _Placed(ShuffledBatches):
-    """Its batches, every number with its place in the run."""
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for numbers, places in zip(super().__iter__(), Batches.__iter__(self), strict=True):
-            yield list(zip(numbers, places, strict=True))
 
 
 @contextmanager
@@ -394,7 +384,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
         if isinstance(data, IterableDataset):
             return loader
         order = (
-            _Placed(len(data), self.batch_size, self.seed, self.place)
+            PlacedBatches(len(data), self.batch_size, self.seed, self.place)
             if name == "train"
             else batches_in_order(len(data), self.batch_size, self.place)
         )

@@ -47,7 +47,8 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
     try:
         found = datasets.load_dataset(name, config, data_files=files, split=split, **options)
     except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors
-        reason = "no rows" if isinstance(error, StopIteration) else first_line(error)
+        cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None  # it says only that
+        reason = "no rows" if isinstance(error, StopIteration) else first_line(cause or error)
         reason += "" if files is None else f" in {files}"
         raise MetaTTTError(f"{key}={name} cannot be opened as a dataset: {reason}") from error
     if found.column_names is not None and text_key not in found.column_names:

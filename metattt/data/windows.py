@@ -102,6 +102,14 @@ class ShuffledBatches(Batches):
             yield index
 
 
+class PlacedBatches(ShuffledBatches):
+    """Shuffled batches, every number with its place in the run."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for numbers, places in zip(super().__iter__(), Batches.__iter__(self), strict=True):
+            yield list(zip(numbers, places, strict=True))
+
+
 def batches_in_order(num_windows: int, batch_size: int, place: Place) -> list[list[int]]:
     """The batches of one process that reads all windows once, together with the others: as many batches in every
     process.

@@ -141,7 +141,7 @@ def find_pictures(source: Path) -> tuple[Path, list[Path]]:
     if not source.is_dir():
         raise MetaTTTError(f"source={source} does not exist: give a picture or a folder of pictures")
     suffixes = image_suffixes()
-    files = sorted(file for file in walk(source) if file.suffix.lower() in suffixes)
+    files = sorted(file for file in walk(source) if file.suffix.lower() in suffixes and not file.is_fifo())
     if not files:
         raise MetaTTTError(f"source={source} holds no pictures: use {', '.join(suffixes)}")
     return source, files

@@ -141,7 +141,8 @@ def refused(path: object, **settings: object) -> str:
 
 def test_bad_paths_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not exist" in refused(str(tmp_path / "missing"))
-    assert "no files that can be read" in refused(str(tmp_path))
+    said = refused(str(tmp_path))
+    assert "no files that can be read" in said and "of a dataset saved on disk: source=arrow dataset_files=" in said
     for path in ("", [], 3, "~nobody-of-that-name/x"):
         assert "is not a path" in refused(path)
     assert "File name too long" in refused("/" + "x" * 5000)
@@ -217,11 +218,14 @@ def test_no_file_is_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptur
     assert not caplog.records
     (outside / "e.jsonl.gz").touch()
     (base / "f.txt").symlink_to(tmp_path / "unmounted.txt")
-    read_documents(str(base), "text")
-    read_documents(str(base), "text")
+    (base / ".trash").mkdir()
+    (base / ".trash" / "g.md").write_text("hidden")
+    for _ in range(2):
+        assert {document.key for document in read_documents(str(base), "text")} == found.keys()
     assert [one.getMessage() for one in caplog.records] == [
         f"data.path={base}: compressed files are left out (1, as e.jsonl.gz)",
         f"data.path={base}: links that lead nowhere are left out (1, as f.txt)",
+        f"data.path={base}: hidden files are left out (1, as g.md)",
     ]
 
 

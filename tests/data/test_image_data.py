@@ -148,16 +148,13 @@ def test_every_kind_of_image_file_is_read(dataset: str, folder: Path) -> None:
 
 
 def test_webdataset_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("webdataset")
+    webdataset = pytest.importorskip("webdataset")
     from timm.data.readers.reader_wds import ReaderWds
 
     for split in ("train", "validation"):
-        with tarfile.open(tmp_path / f"{split}-0.tar", "w") as archive:
+        with webdataset.TarWriter(str(tmp_path / f"{split}-0.tar")) as archive:
             for number in range(2 * COUNT):
-                for ending, content in (("png", png(10 * number)), ("cls", str(number // COUNT).encode())):
-                    entry = tarfile.TarInfo(f"{number}.{ending}")
-                    entry.size = len(content)
-                    archive.addfile(entry, io.BytesIO(content))
+                archive.write({"__key__": f"{number}", "png": png(10 * number), "cls": number // COUNT})
     splits = {f"{split}_split": f"{split}-0.tar|{2 * COUNT}" for split in ("train", "validation")}
     data = ready(small(tmp_path, dataset="wds/own", batch_size=5, **splits))
     for _ in range(2):  # the first pass, and the next

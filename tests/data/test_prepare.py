@@ -245,6 +245,8 @@ def test_files_of_the_library_of_hugging_face(kind: str, tmp_path: Path) -> None
     assert "cannot be opened as a dataset" in refused(kind, tmp_path / "b", *given, "dataset_split=test")
     if kind == "json":
         assert "no rows in" in refused(kind, tmp_path / "b", f"dataset_files={tmp_path}/none*.jsonl")
+    (tmp_path / "latin").write_bytes(b"caf\xe9 " * 9)
+    assert ("continuation byte", "JSON parse error")[kind == "json"] in refused(kind, tmp_path / "b", f"dataset_files={tmp_path}/latin")
 
 
 def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_one_picture_several_kinds_and_one_that_cannot_be_read(
     Image.fromarray(grey).save(mixed / "8.gif")
     Image.fromarray(grey.astype(np.uint16) * 257).save(mixed / "16.png")  # it is scaled
     (mixed / "bad.png").write_bytes(one.read_bytes()[:40])
+    os.mkfifo(mixed / "pipe.png")  # it would be waited for
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "linked.png").write_bytes(one.read_bytes())
     (mixed / "link").symlink_to(tmp_path / "other")
