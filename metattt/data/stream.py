@@ -194,7 +194,6 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
     def check_settings(self) -> None:
         super().check_settings()
         path_of(self.path, "data.path")
-        self._files = self.files if isinstance(self.files, str | None) else [str(file) for file in self.files]
         self._bookmarks: dict[int, dict[str, Any]] = {}
 
     def setup(self, stage: str | None = None) -> None:
@@ -286,6 +285,10 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
         if state.get("of") != self._bookmarked():
             return
         self._bookmarks.update((int(key), dict(one)) for key, one in state["bookmarks"].items())
+
+    @property
+    def _files(self) -> str | list[str] | None:
+        return self.files if isinstance(self.files, str | None) else [str(file) for file in self.files]
 
     def _bookmarked(self) -> list[Any]:
         """What a bookmark is of."""
