@@ -121,10 +121,11 @@ def names_of_classes(data: Any) -> list[str] | None:
 
 
 def in_order(names: list[str] | None) -> list[str] | None:
-    """Names of classes in timm's order, which is another one in every process where names differ in case or zeros."""
+    """Names of classes that timm has sorted, the same in every process. Names that differ only in case or leading zeros
+    are equal to timm, and their order depends on Python's hashes. Names in another order stay as they are."""
     key = need("timm.utils", extra="images", what="reading images").natural_key
     ordered = sorted(sorted(names or ()), key=key)
-    return ordered if list(map(key, ordered)) == list(map(key, names or ())) and ordered else names
+    return ordered if names and list(map(key, ordered)) == list(map(key, names)) else names
 
 
 class CheckedImages(Dataset[tuple[Any, int]]):
