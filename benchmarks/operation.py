@@ -69,7 +69,7 @@ class Operation:
     def run(self, plan: Plan) -> Tensor:
         """Predictions `[B, H, T, d]`. Without kernels everything is kept for the backward pass."""
         group = None if plan.kernels else 0
-        loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, group, self.tokens.k.dtype)
+        loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, group, self.tokens.views.k.dtype)
         batch, dtype = len(self.tokens.views.k), self.tokens.gates.eta.dtype
         return scan(loop, self.tokens, loop.start(batch, dtype), self.blocks, False, True)[0]
 
@@ -78,7 +78,7 @@ class Operation:
         """All views, step sizes, W0, norms and token steps."""
         parts = (("learner", self.layer.learner), ("optimizer", self.layer.optimizer))
         inner = {f"{name}.{key}": x for name, part in parts for key, x in part.named_parameters()}
-        tokens = {"k": self.tokens.k, "v": self.tokens.v, "q": self.tokens.q, "eta": self.tokens.gates.eta}
+        tokens = {"k": self.tokens.views.k, "v": self.tokens.views.v, "q": self.tokens.views.q, "eta": self.tokens.gates.eta}
         return tokens | {name: x for name, x in inner.items() if not name.startswith("optimizer.lr_")}  # θ_lr: unused
 
     def training(self, call: Callable[[], Tensor]) -> Sequence[Tensor]:

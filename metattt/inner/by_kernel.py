@@ -92,7 +92,7 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, packing: Packing | None)
     if kernel is None:
         return None
     compute = kernel.scan if given.begins is None else partial(packed, kernel)
-    with torch.autocast(tokens.k.device.type, enabled=False):
+    with torch.autocast(tokens.views.k.device.type, enabled=False):
         y, weights = compute(given, partial(_reference, loop, "weights"))
     if given.begins is not None and "anchor" in memory:  # W0, which a new document has as it is now
         memory = choose(to_device(given.begins.any(1), y.device), fresh, memory, ["anchor"])
@@ -101,7 +101,7 @@ def online(loop: Parts, tokens: Tokens, memory: Memory, packing: Packing | None)
 
 def with_documents(loop: Parts, given: MiniBatches, run: Sequence[Block]) -> MiniBatches:
     """`given`, the mini-batches of `run`, with the documents that begin in it."""
-    none = torch.zeros(given.tokens.q.shape[0], dtype=torch.bool, device="cpu")
+    none = torch.zeros(given.tokens.views.q.shape[0], dtype=torch.bool, device="cpu")
     begins = torch.stack([none if block.begins is None else block.begins for block in run], 1)
     return given._replace(begins=begins, origin=loop.start(1, given.tokens.gates.eta.dtype)["commit"])
 
@@ -164,7 +164,7 @@ def _reference(loop: Parts, slot: str, given: MiniBatches) -> tuple[Tensor, Tens
     """The reference of a kernel: the same tokens by the forms."""
     if given.begins is not None:
         return between_starts(given, partial(_reference, loop, slot))
-    blocks, _ = consecutive(given.tokens.q.shape[2], 0, loop.plan.block)
+    blocks, _ = consecutive(given.tokens.views.q.shape[2], 0, loop.plan.block)
     rule = loop.rule.bound(token_steps=lambda: given.tau)  # the tensor that the derivatives are wanted for
     loop = loop._replace(rule=rule, slow=given.slow)
     y, memory = loop.mini_batches(given.tokens, {slot: given.weights}, blocks, True)

@@ -31,7 +31,7 @@ def between_starts(given: MiniBatches, scan: Scan) -> tuple[Tensor, Tensors]:
     starts = [*begun.nonzero().flatten().tolist(), len(begun)]
     parts = given.tokens.split([(stop - start) * given.size for start, stop in pairwise(starts)])
     for start, tokens in zip(starts, parts, strict=False):
-        fresh = to_device(given.begins[:, start], tokens.k.device)
+        fresh = to_device(given.begins[:, start], tokens.views.k.device)
         weights = where(fresh, given.origin, weights)
         y, weights = scan(given._replace(tokens=tokens, weights=weights, begins=None, origin={}))
         outputs.append(y)
@@ -43,7 +43,7 @@ def in_one_row(kernel: Kernel, given: MiniBatches, reference: Scan) -> tuple[Ten
     other in one row of tokens `[1, H, B·T, ...]`; weights are `[N, H, ...]`, and bounds `[N + 1]` say in tokens where
     documents begin and end."""
     assert given.begins is not None
-    starts, device = given.begins.clone(), given.tokens.k.device
+    starts, device = given.begins.clone(), given.tokens.views.k.device
     starts[:, 0] = True
     at, (batch, count) = starts.flatten().nonzero().squeeze(1), starts.shape
     bounds = torch.cat([at, at.new_tensor([batch * count])]) * given.size

@@ -52,7 +52,7 @@ def begun_again(plan: Plan, tokens: Tokens, state: State, ctx: Context, size: in
 
 def tail(placed: Tokens, layout: ColumnLayout, after: Tensor, size: int) -> Tensors:
     """The last `b − 1` columns of every sequence, zeros where they do not belong to the open mini-batch."""
-    columns = placed.k.shape[2]
+    columns = placed.views.k.shape[2]
     places = torch.arange(1, columns + 1, device=after.device)
     end = torch.full_like(after, columns) if layout.is_filled is None else (places * layout.is_filled).amax(1)
     slot = torch.arange(size - 1, device=after.device)

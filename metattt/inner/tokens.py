@@ -32,21 +32,6 @@ class Tokens(NamedTuple):
     gates: Gates
 
     @property
-    def k(self) -> Tensor:
-        """The training view."""
-        return self.views.k
-
-    @property
-    def v(self) -> Tensor:
-        """The label view."""
-        return self.views.v
-
-    @property
-    def q(self) -> Tensor:
-        """The test view."""
-        return self.views.q
-
-    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Views and gates in a row, in the order of `NAMES`."""
         return (*self.views, *self.gates)
@@ -95,7 +80,7 @@ class Tokens(NamedTuple):
         is_filled = is_filled.unsqueeze(1)
         eta, alpha, beta, kappa, weight_lr, decay = self.gates
         if kappa is None and not (alpha is None and beta is None and weight_lr is None):
-            kappa = torch.ones_like(self.q[..., 0], dtype=eta.dtype)
+            kappa = torch.ones_like(self.views.q[..., 0], dtype=eta.dtype)
         return self.with_gates(
             eta=torch.where(is_filled if eta.ndim == 3 else is_filled.unsqueeze(-1), eta, 0),
             alpha=None if alpha is None else torch.where(is_filled, alpha, 1),
@@ -125,7 +110,7 @@ class Tokens(NamedTuple):
     @property
     def pairs(self) -> int | None:
         """n, the pairs that a token gives; None where it gives one and has no axis for them."""
-        return self.k.shape[3] if self.k.ndim == 5 else None
+        return self.views.k.shape[3] if self.views.k.ndim == 5 else None
 
     @property
     def in_common(self) -> bool:
@@ -133,7 +118,8 @@ class Tokens(NamedTuple):
         same numbers in memory."""
         if self.pairs is None or self.views.erase_key is not None or self.views.erase_direction is not None:
             return False
-        return self.k.shape[2] > 1 < self.k.shape[3] and all(x.stride(2) == x.stride(3) for x in (self.k, self.v))
+        k, v = self.views.k, self.views.v
+        return k.shape[2] > 1 < k.shape[3] and k.stride(2) == k.stride(3) and v.stride(2) == v.stride(3)
 
     def apart(self, in_common: bool = False) -> Tokens:
         """Every pair as a token of its own, but for q. Decays act before the first pair of a token; with momentum, the
@@ -164,8 +150,8 @@ class Tokens(NamedTuple):
         weight_lr = None if gates.weight_lr is None else gates.weight_lr.repeat_interleave(pairs, 2)
         alpha, beta, decay = at(gates.alpha, 0, 1.0), at(gates.beta, 0, 1.0), at(gates.decay, 0, 0.0)
         p, b = (None if x is None else x.flatten(2, 3) for x in (self.views.erase_key, self.views.erase_direction))
-        k, v = (rows(x) if in_common else x.flatten(2, 3) for x in (self.k, self.v))
-        return Tokens(Views(k, v, self.q, p, b), Gates(eta.flatten(2, 3), alpha, beta, kappa, weight_lr, decay))
+        k, v = (rows(x) if in_common else x.flatten(2, 3) for x in (self.views.k, self.views.v))
+        return Tokens(Views(k, v, self.views.q, p, b), Gates(eta.flatten(2, 3), alpha, beta, kappa, weight_lr, decay))
 
 
 NAMES = (*Views._fields, *Gates._fields)

@@ -125,7 +125,7 @@ def _mini_batches(layer: TTTLayer, x: Tensor, state: State | None) -> Iterator[C
     targets `[B, H, d]`, the `last` one and the `sum` of all."""
     learner, size = layer.learner, layer.optimizer.mini_batch_size
     for tokens, *weights in read_in_pieces(layer, x, state, [size] * (x.shape[1] // size)):
-        k, v = (view.to(tokens.gates.eta.dtype) for view in (tokens.k, tokens.v))
+        k, v = (view.to(tokens.gates.eta.dtype) for view in tokens.views[:2])
         loop, found = loop_for(layer, tokens), {}
         with torch.autocast(k.device.type, enabled=False):
             for name, fast in zip(("init", "step_0", "step_1"), weights, strict=True):

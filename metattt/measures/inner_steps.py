@@ -92,12 +92,12 @@ def tokens_of(layer: TTTLayer, x: Tensor, state: State) -> Tokens:
 def loop_for(layer: TTTLayer, tokens: Tokens) -> InnerLoop:
     """The inner loop of a layer, with the types in which it computes on these tokens."""
     slow = {name: value.to(tokens.gates.eta.dtype) for name, value in layer.learner.slow.items()}
-    return layer.inner._replace(slow=slow, matmul_dtype=tokens.k.dtype)
+    return layer.inner._replace(slow=slow, matmul_dtype=tokens.views.k.dtype)
 
 
 def losses_with(layer: TTTLayer, weights: Tensors, tokens: Tokens) -> Tensor:
     """ℓ of every token under one set of weights per sequence, `[B, H, n]`, or of every pair of a token."""
-    loop, (k, v) = loop_for(layer, tokens), (view.to(tokens.gates.eta.dtype) for view in (tokens.k, tokens.v))
+    loop, (k, v) = loop_for(layer, tokens), (view.to(tokens.gates.eta.dtype) for view in tokens.views[:2])
     with torch.autocast(k.device.type, enabled=False):
         return loop.losses(FastWeights(weights, loop.slow, loop.matmul_dtype), k, v)
 

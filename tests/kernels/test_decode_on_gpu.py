@@ -49,7 +49,7 @@ def pair(name: str, steps: Any = "shared") -> tuple[TTTLayer, TTTLayer, OnGPU]:
 def counted(kernel: OnGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every call of `advance` from here on."""
     calls, advance = list[int](), kernel.advance
-    monkeypatch.setattr(kernel, "advance", lambda given, *rest: calls.append(given.tokens.k.shape[2]) or advance(given, *rest))
+    monkeypatch.setattr(kernel, "advance", lambda given, *rest: calls.append(given.tokens.views.k.shape[2]) or advance(given, *rest))
     return calls
 
 

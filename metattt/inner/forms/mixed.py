@@ -52,35 +52,28 @@ class MixedGradients(PerTokenGradients):
     """
 
     def __init__(self, uses: Sequence[WeightUse], deltas: Sequence[Tensor], scales: Mapping[str, float]):
-        self.paired = set()
+        self.paired, self.terms = set(), {}  # the terms are those of vectors
         self.uses: dict[str, list[Cotangents]] = {}
-        self.vectors: dict[str, list[Tensor]] = {}
         for use, delta in zip(uses, deltas, strict=True):
             delta = delta.movedim(0, 2)  # [B, H, s, n, ..., d]
             rows = tuple(range(3, delta.ndim - 1))
             if use.weight and use.input is not None:
                 moved = scaled(delta, scales.get(use.weight))
                 if use.scale:
-                    self.vectors.setdefault(use.weight, []).append((use.input.unsqueeze(2) * moved).sum(rows))
+                    self.terms.setdefault(use.weight, []).append((use.input.unsqueeze(2) * moved).sum(rows))
                 else:
                     pulled = Cotangents(use.input.flatten(2, -2), moved.flatten(3, -2), use.transpose)
                     self.uses.setdefault(use.weight, []).append(pulled)
             if use.bias:
-                self.vectors.setdefault(use.bias, []).append(scaled(delta, scales.get(use.bias)).sum(rows))
+                self.terms.setdefault(use.bias, []).append(scaled(delta, scales.get(use.bias)).sum(rows))
 
     def weighted_sum(self, name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
-        total = factor.new_zeros(*factor.shape[:2], *shape)
-        for vector in self.vectors.get(name, ()):
-            total = total + torch.einsum("bhs,bhsd->bhd", factor, vector).view(total.shape)
+        total = super().weighted_sum(name, factor, shape)
         for inputs, cotangents, transpose in self.uses.get(name, ()):
             right = torch.einsum("bhs,bhsrd->bhrd", factor, cotangents)
             part = right.mT @ inputs if transpose else inputs.mT @ right
             total = total + part.reshape(total.shape)
         return total
-
-    def mixed(self, name: str, mix: Tensor) -> Tensor | None:
-        parts = [mix @ vector for vector in self.vectors.get(name, ())]
-        return sum(parts[1:], parts[0]) if parts else None
 
     def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
         total: Tensor | None = None

@@ -61,10 +61,10 @@ class FlaOnlineLinear(OnlineLinear):
             return "a momentum gate, a step size for every weight, or an exclusive read"
         if given.matmul_dtype not in (torch.bfloat16, torch.float16):
             return "products of fp32, which they round to TF32"
-        if tokens.q.shape[2] < SHORTEST:
+        if tokens.views.q.shape[2] < SHORTEST:
             return f"fewer than {SHORTEST} tokens"
         rule = self.rule(given)
-        key = (rule, tokens.k.device, given.matmul_dtype, tokens.k.shape[-1], tokens.v.shape[-1])
+        key = (rule, tokens.views.k.device, given.matmul_dtype, tokens.views.k.shape[-1], tokens.views.v.shape[-1])
         return _disagreement(*key, given.begins is not None)
 
     def rule(self, given: MiniBatches) -> Rule:

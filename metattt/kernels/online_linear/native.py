@@ -43,7 +43,7 @@ class NativeOnlineLinear(OnlineLinear, Operation):
     def group_size(self, call: Pass) -> int:
         """Pairs whose weights the backward pass stores at once, whatever `layer.group_size` says of mini-batches. More
         need fewer to be kept, and no longer fit into the cache."""
-        return max(32, min(256, round(math.sqrt(call.given.tokens.k.shape[2]))))
+        return max(32, min(256, round(math.sqrt(call.given.tokens.views.k.shape[2]))))
 
     def forward(self, call: Pass) -> Results:
         (w,), pairs = call.given.weights.values(), pairs_of(call.given.tokens)
@@ -144,5 +144,5 @@ BEHIND[torch.ops.metattt.online_linear.default] = online_linear
 
 @torch.library.register_fake("metattt::online_linear", lib=LIBRARY)
 def _(tensors: Sequence[Tensor | None], w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    q = Tokens.from_tensors(tensors).q
+    q = Tokens.from_tensors(tensors).views.q
     return empty_like_tokens(q[..., :1].expand(*q.shape[:3], w.shape[3])), _empty(w)

@@ -28,7 +28,7 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
     def results(self, call: Pass) -> Results:
         from metattt.kernels.ttt_linear import forward
 
-        q, k = (x.transpose(1, 2) for x in (call.given.tokens.q, call.given.tokens.k))
+        q, k = (x.transpose(1, 2) for x in (call.given.tokens.views.q, call.given.tokens.views.k))
         return _results(
             call, forward.allocate(q, k, call.sequences, call.given.size, call.group, call.keep, call.final)
         )

@@ -33,7 +33,7 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
     def results(self, call: Pass) -> Results:
         from metattt.kernels.ttt_mlp.forward import slots
 
-        given, k, eta = call.given, call.given.tokens.k, call.given.tokens.gates.eta
+        given, k, eta = call.given, call.given.tokens.views.k, call.given.tokens.gates.eta
 
         def states(count: int) -> list[Tensor]:
             shapes = [w.shape[-3:] if name.startswith("w") else w.shape[-2:] for name, w in given.weights.items()]
@@ -69,7 +69,7 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
         return gradients(call.given, (found.k, found.v, found.q, found.eta), others)
 
     def _launch(self, kernel: str, call: Pass) -> tuning.Config:
-        return tuning.config(kernel, call.given.tokens.k.shape[-1], call.given.size)
+        return tuning.config(kernel, call.given.tokens.views.k.shape[-1], call.given.size)
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         hidden = given.weights["w1"].shape[-1]
