@@ -51,7 +51,9 @@ def record(
         uses, outputs = list(weights.uses), list(weights.outputs)  # a checkpoint in the learner runs it again
         wanted = losses.sum((0, 1)).unbind() if by_token else [losses.sum()]
         grad = partial(torch.autograd.grad, create_graph=keep, retain_graph=keep or by_token, allow_unused=True)
-        found: list[Sequence[Tensor]] = [grad(total, outputs, materialize_grads=True) for total in wanted]
+        found: list[Sequence[Tensor]] = []
+        for total in wanted:
+            found.append(grad(total, outputs, materialize_grads=True))
     return uses if keep else _constant(uses), found
 
 
@@ -283,8 +285,12 @@ class PerTokenGradients:
 
     def mixed(self, name: str, mix: Tensor) -> Tensor | None:
         """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
-        parts = [mix @ term for term in self.terms.get(name, ()) if isinstance(term, Tensor)]
-        return sum(parts[1:], parts[0]) if parts else None
+        total: Tensor | None = None
+        for term in self.terms.get(name, ()):
+            if isinstance(term, Tensor):
+                part = mix @ term
+                total = part if total is None else total + part
+        return total
 
     def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
         """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias
