@@ -41,7 +41,7 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
     Raises:
         MetaTTTError: the library is not installed, or the dataset cannot be opened or has no such column.
     """
-    what = f"{key}={name} is no local file or folder, and a dataset of the Hugging Face Hub"
+    what = f"{key}={name} is no local file or folder, and a dataset of the Hub" if files is None else f"reading {files}"
     datasets = need("datasets", extra="text", what=what)
     options |= {"sample_by": "document"} if name == "text" else {}
     try:

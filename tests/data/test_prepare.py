@@ -23,7 +23,9 @@ from metattt.data.documents import find_files, iterate_documents, share
 from metattt.data.manifest import read_manifest
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData
+from metattt.data.sources import load
 from metattt.data.tokenizers import load_tokenizer
+from metattt.errors import MetaTTTError
 from metattt.hf.tokenizer import to_transformers
 from metattt.locking import locked
 
@@ -222,6 +224,8 @@ def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "has no text in 'words', only text: set text_key=" in refused("someone/texts", tmp_path / "b", "text_key=words")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'metattt[text]'" in refused(Path("someone/texts"), tmp_path / "b")
+    with pytest.raises(MetaTTTError, match=r"^reading some/1\.txt needs datasets"):  # files, as data=stream reads them
+        load("text", None, "train", "text", "some/1.txt", "data.path")
 
 
 @pytest.mark.parametrize("kind", ["json", "text"])
