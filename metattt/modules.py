@@ -71,8 +71,10 @@ def product_type(x: Tensor) -> torch.dtype:
 def exact(device: str) -> AbstractContextManager[object]:
     """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is
     entered then.)"""
+    if torch.compiler.is_compiling():  # asked first: torch 2.11 cannot trace what follows
+        return torch.autocast(device, enabled=False)
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() or is_on else nullcontext()
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
 def made_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

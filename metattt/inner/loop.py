@@ -76,7 +76,7 @@ class InnerLoop(Parts):
             tokens, layout = begun_again(plan, tokens, state, call.ctx, size)
         else:
             make = make_layout if call.packing is None else call.packing.layout
-            layout = make(call.ctx, state, plan.period, plan.block, bool(plan.kernels))
+            layout = make(call.ctx, state, plan.period, plan.block, len(plan.kernels) > 0)
         if whole_call:  # it is committed, also where padding or the end of a document cuts it short
             blocks = [block._replace(commit=block.filled > 0) for block in layout.blocks]
             layout = layout._replace(blocks=blocks, phase=0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.modules import RECORDING, affine, made_once, rounds, transformed
+from metattt.modules import RECORDING, affine, made_once, product_type, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
 from metattt.setting import setting
@@ -55,7 +55,7 @@ class StepSize(InnerOptimizer):
         if self.lr == "constant":
             eta = x.new_ones((1, 1, 1), dtype=accum_dtype) * self.scale
             return Gates(eta.expand(x.shape[0], self.num_heads, x.shape[1])), state
-        if x.shape[1] == 1 and x.dtype == self.lr_weight.dtype == accum_dtype and not rounds(x.device.type):
+        if x.shape[1] == 1 and x.dtype == self.lr_weight.dtype == accum_dtype and product_type(x) == x.dtype:
             # for one token the number of operations counts
             eta = (torch.sigmoid(F.linear(x, self.lr_weight, self.lr_bias)) * self.scale).mT
             return Gates(eta if len(self.lr_weight) == self.num_heads else eta.expand(-1, self.num_heads, -1)), state
