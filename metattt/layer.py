@@ -130,7 +130,8 @@ class TTTLayer(PlannedLayer):
         views, gates = fitted(views, gates, self.learner, self.optimizer, shape)
         if any(state[2:]):  # an earlier call has returned it
             self.check_carried(state, task_state, rule_state)
-        return views, gates, state._replace(task=task_state, optimizer=rule_state)
+        # (What `_replace` makes, torch 2.11 loses where a compiled function is interrupted.)
+        return views, gates, State(*state[:3], task_state, rule_state, state.learner)
 
     def inner_loop(self, views: Views, gates: Gates | DataGates, state: State, call: Call) -> tuple[Tensor, State]:
         """Learns the tokens and reads their queries: predictions `[B, H, T, d]` and the new state."""
