@@ -68,8 +68,8 @@ def test_the_bar_does_not_ask_the_device_at_every_step(monkeypatch: pytest.Monke
 
 
 def test_a_sample_steers_no_terminal_and_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    given = b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode()
-    assert printable(given.decode(errors="replace")) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
+    given = b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b\u200d".encode()
+    assert printable(given.decode(errors="replace")) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b\u200d"
     model, compiler = LanguageModel(257, 8, 1, lambda: build("linear_attention", dim=8, num_heads=2)), CompileCounter()
     for block in model.blocks:
         block.compile(backend=compiler)
