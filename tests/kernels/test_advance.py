@@ -134,7 +134,7 @@ def test_equals_the_equations(case: Case, own: bool) -> None:
 def test_nan_is_not_lost(kind: str, name: str) -> None:
     """It reaches all that depends on it, and no other head or sequence."""
     x = given(kind)
-    getattr(x.tokens.gates if name == "eta" else x.tokens, name)[0, 1] = float("nan")
+    getattr(x.tokens.gates if name == "eta" else x.tokens.views, name)[0, 1] = float("nan")
     y, _, m = KERNELS[kind].advance(x, None, 0, False)
     assert m is not None
     assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()
