@@ -217,8 +217,8 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
             kind = next(filter(None, kinds), None)
             if kind is None:
                 raise MetaTTTError(
-                    f"data.path={name} has an unknown format: give one of {', '.join(FOREIGN)}, files of a folder, "
-                    f"{name.rstrip('/')}/*.jsonl, or the format and the files: data.path=json data.files=<pattern>"
+                    f"data.path={name} has an unknown format: give one of {', '.join(FOREIGN)}, of a folder its files "
+                    f"as {name.rstrip('/')}/*.jsonl, or the format and the files: data.path=json data.files=<pattern>"
                 )
             name, files = kind, name if "://" in name else str(path_of(name, "data.path"))
         return load(name, self.config, split, self.text_key, files, "data.path", streaming=True, **tabs)
