@@ -111,8 +111,8 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: control characters, which could steer it, are written out as `\\x1b`. (Joiners, as in emoji,
-    stay.)"""
+    """A text for a terminal: control characters, which could steer it, are written out as `\\x1b`. Joiners, as in
+    emoji, stay."""
     kept = "\n\t\u200c\u200d"
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
