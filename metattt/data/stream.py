@@ -217,7 +217,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
             kind = next(filter(None, kinds), None)
             if kind is None:
                 raise MetaTTTError(
-                    f"data.path={name} has an unknown format: give one of {', '.join(FOREIGN)}, of a folder its files "
+                    f"data.path={name} has an unknown format: give one of {', '.join(FOREIGN)}, the files of a folder "
                     f"as {name.rstrip('/')}/*.jsonl, or the format and the files: data.path=json data.files=<pattern>"
                 )
             name, files = kind, name if "://" in name else str(path_of(name, "data.path"))

@@ -175,7 +175,7 @@ def test_two_processes_train_as_one(files: str, tmp_path: Path, whole: Path) -> 
     (("data.path=???",), "`data.path` has no value: give data.path=..."),
     (("data.path=/nowhere/a.jsonl.gz",), "cannot be opened as a dataset"),
     (("data.path={here}/cut.jsonl.gz",), "marker was reached in {here}/cut.jsonl.gz"),
-    (("data.path={here}",), "files of a folder, {here}/*.jsonl, or the format"),
+    (("data.path={here}",), "the files of a folder as {here}/*.jsonl, or the format"),
     (("data.shuffle=0",), "data.shuffle=0 is not allowed"),
     (("data.context_length=100000",), "set data.context_length="),
     (("data.text_key=words",), "set data.text_key="),
