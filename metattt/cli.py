@@ -169,7 +169,8 @@ def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
     kind, builtin = type(error).__name__, type(error).__module__ == "builtins"
     said = f"{kind}: {text}" if text and builtin else text or kind
     if any("_dynamo" in Path(frame.filename).parts for frame in frames):
-        said = f"torch.compile cannot run this model, set compile=false: {said.partition(' from user code')[0]}"
+        either = ", or model.checkpoint_blocks=false" if "support saved tensor hooks" in text else ""
+        said = f"torch.compile cannot run this model, set compile=false{either}: {said.partition(' from user code')[0]}"
     elif builtin and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
         said = f"this looks like a bug; please report it, with the traceback and the command: {said}"
     elif override := _spoken_of(text, cfg):

@@ -27,6 +27,7 @@ def check_tokens(parts: Parts, tokens: Tokens) -> None:
     check_gates(parts.rule, tokens.gates)
     if tokens.erases or tokens.views.k.ndim == 5:
         _check_generalised(parts, tokens)
+    # (Torch does not compile a checkpoint around what writes, and it could not compile inner gradients in one.)
     parts.plan.checked.add(tokens.kind)
 
 

@@ -55,16 +55,16 @@ def test_a_rank_that_another_run_has_left(name: str, here: Path, told: Callable[
 
 
 def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    no_space = OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
-    no_compiler = RuntimeError("InvalidCxxCompiler: No working C++ compiler found")
-    compiler = compile("raise RuntimeError('FakeTensor from user code: no line of interest')", "torch/_dynamo/utils.py", "exec")
+    said = "FakeTensor from user code: no line of interest", "vjp does not support saved tensor hooks"
+    compiler, hooks = (compile(f"raise RuntimeError('{one}')", "torch/_dynamo/utils.py", "exec") for one in said)
     for fault, expected in (
-        (no_space, "run/metrics.csv: No space left on device: free some"),
+        (OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv"), "run/metrics.csv: No space left on device: free some"),
         (OSError(errno.EFBIG, "File too large"), "error: run: File too large: the limit is that of `ulimit -f`"),  # as a write says it
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), "error: current folder: No such file"),  # as os.getcwd says it
-        (no_compiler, "install one, or name it in CXX, or set compile=false"),
+        (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "install one, or name it in CXX, or set compile=false"),
         (OSError(errno.EACCES, "Denied", "a\nerror: b"), "error: a\n       error: b: Denied"),  # no other error
         (RuntimeError("No API key. Use `wandb login` to log in."), "error: W&B has no key: run `wandb login`, or set logger"),
+        (lambda *call, **more: exec(hooks), "set compile=false, or model.checkpoint_blocks=false: RuntimeError: vjp"),
         (lambda *call, **more: exec(compiler), "cannot run this model, set compile=false: RuntimeError: FakeTensor; the traceback is in"),
     ):
         with monkeypatch.context() as patch:
