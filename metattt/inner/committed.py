@@ -37,7 +37,7 @@ class Committed:
         loop = self._loop
         if loop.plan.form == "dual":
             uses, deltas = dual.record(loop, self.weights, self._tokens)
-            gram = dual.PerTokenGradients(uses, deltas[0], loop.matmul_dtype).gram()
+            gram = dual.PerTokenGradients(uses, deltas[0], loop.matmul_dtype, {}).gram()
             squared = gram.diagonal(dim1=-2, dim2=-1)
         elif loop.learner.mixes_tokens:
             squared = self._one_by_one()

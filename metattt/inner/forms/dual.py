@@ -192,9 +192,6 @@ class Outer(NamedTuple):
     positions: int
 
 
-NO_SCALES: Mapping[str, float] = {}
-
-
 class PerTokenGradients:
     """`G_s` of every fast weight and token s, in factored form.
 
@@ -208,7 +205,7 @@ class PerTokenGradients:
         uses: Sequence[WeightUse],
         deltas: Sequence[Tensor],
         matmul_dtype: torch.dtype,
-        scales: Mapping[str, float] = NO_SCALES,
+        scales: Mapping[str, float],
     ):
         self.terms: dict[str, list[Outer | Tensor]] = {}  # a tensor [B, H, n, d]: of a weight used as a vector
         self.paired: set[tuple[str, str, bool]] = set()
