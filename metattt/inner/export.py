@@ -16,6 +16,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from metattt.errors import MetaTTTError
+from metattt.torch_private import function_modes
 
 
 def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
@@ -36,7 +37,7 @@ def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Ten
     blind = detect_fake_mode(tensors) is not None
     with ExitStack() as stack:  # hidden from the export that surrounds this call
         stack.enter_context(_disable_current_modes())
-        for _ in range(torch._C._len_torch_function_stack()):
+        for _ in range(function_modes()):
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(tracing(None))
         stack.enter_context(torch.no_grad())
