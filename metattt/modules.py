@@ -79,14 +79,14 @@ def exact(device: str) -> AbstractContextManager[object]:
 
 def made_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Caches the result of a function of plain values, computed outside of inference mode so that later calls can be
-    differentiated."""
+    differentiated. In a transform nothing is cached: its tensors are of no use after it."""
 
-    @cache
-    def kept(*values: Any) -> Tensor:
+    def made(*values: Any) -> Tensor:
         with torch.inference_mode(False):
             return function(*values)
 
-    return kept
+    kept = cache(made)
+    return lambda *values: (made if transformed() else kept)(*values)
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -110,3 +110,5 @@ def test_pairs_are_rotated_wherever_they_lie(dtype: torch.dtype) -> None:
         x = x[:1].clone()
         assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x.requires_grad_(), fast_mode=True)
         assert torch.equal(torch.func.vmap(lambda x: rotate(x[None], cos, sin)[0])(x), rotate(x, cos, sin))
+        turned = torch.func.hessian(lambda x: rotate(x, *rotary_table(torch.arange(5)[None], 6, 99.0, dtype)).pow(3).sum())
+        assert torch.equal(turned(x), turned(x))  # nothing of the first is kept for the second
