@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from metattt.state import Context
-from metattt.torch_private import FakeTensor, fake_mode, for_torch, interpreter_stack
+from metattt.torch_private import FakeTensor, fake_mode, for_torch, interpreter_stack, outside_transforms
 
 NORMALIZE_EPS = 1e-12  # of `F.normalize`
 SMALLEST_STEP = 1e-4  # of the initial Δ of state space models
@@ -78,15 +78,15 @@ def exact(device: str) -> AbstractContextManager[object]:
 
 
 def made_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Caches the result of a function of plain values, computed outside of inference mode so that later calls can be
-    differentiated. In a transform nothing is cached: its tensors are of no use after it."""
+    """Caches the result of a function of plain values, computed outside of inference mode and of all `torch.func`
+    transforms so that later calls can be differentiated."""
 
-    def made(*values: Any) -> Tensor:
-        with torch.inference_mode(False):
+    @cache
+    def kept(*values: Any) -> Tensor:
+        with torch.inference_mode(False), outside_transforms():
             return function(*values)
 
-    kept = cache(made)
-    return lambda *values: (made if transformed() else kept)(*values)
+    return kept
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

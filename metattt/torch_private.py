@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: F401 - has a shape and a device, and no values
 from torch.utils import _pytree as pytree  # walks nested tuples and dictionaries
 
