@@ -77,13 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _main(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of our output has closed, e.g. `metattt layers | head`
-        pass
+    except OSError as error:  # the reader of our output has closed, e.g. `metattt layers | head`, or its disk is full
+        code = 141 if isinstance(error, BrokenPipeError) else _fail(f"standard output: {error.strerror}")
     except SystemExit as end:  # as rich says the same
         if not isinstance(end.__context__, BrokenPipeError):
             raise
+        code = 141
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
-    return 141
+    return code
 
 
 def _main(arguments: Sequence[str] | None) -> int:

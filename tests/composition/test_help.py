@@ -139,13 +139,17 @@ def test_completion(
 
 
 @pytest.mark.parametrize("words", [["--help"], ["layers"]])
-def test_a_reader_that_goes_away_is_no_fault(words: list[str]) -> None:
+def test_a_reader_that_goes_away_is_no_fault_and_a_full_disk_is_one_line(words: list[str]) -> None:
     """As `metattt ... | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "metattt", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "metattt", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+    with open("/dev/full" if Path("/dev/full").exists() else os.devnull, "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 * (full.name == "/dev/full") and "Traceback" not in done.stderr
 
 
 def test_a_closed_stderr_is_nobody_elses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
