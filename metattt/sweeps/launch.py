@@ -24,7 +24,7 @@ from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_comp
 from metattt.composition.compose import compose
 from metattt.composition.messages import explain_composition
 from metattt.composition.overrides import in_full, is_of_hydra, key_of, prepare, quoted, without_null
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of
 from metattt.locking import LOCK
 from metattt.optional import need
@@ -89,13 +89,16 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         except (HydraException, OmegaConfBaseException) as error:
             _check_every_value(ours, command)  # in the words for a single run, if it is about one
             raise MetaTTTError(explain_composition(error, command)) from error
+        direction = OmegaConf.select(cfg, "hydra.sweeper.direction", default="minimize")  # of several, no run is counted
+        check_choice("hydra.sweeper.direction", str(direction).removeprefix("Direction."), ("minimize", "maximize"))
         basic = str(cfg.hydra.sweeper._target_).endswith(".BasicSweeper")
         for one, written in ours if basic else ():
             if one.is_interval_sweep():
                 way = f"add hydra/sweeper=optuna, or name values, {one.key_or_group}=a,b"
                 raise MetaTTTError(f"`{written}` needs a sweeper that chooses values from it: {way}")
         _check_every_value(ours, command)
-        fixed = [written for one, written in ours if not one.is_sweep_override()]
+        # what the sweeper is told changes no run: with another objective a sweep goes on
+        fixed = [written for one, written in ours if not one.is_sweep_override() and one.key_or_group != "objective"]
         folder = path_of(str(cfg.hydra.sweep.dir), "hydra.sweep.dir")
         _check_folder(folder, [f"metattt {command}", *fixed])
         known = keys_of(command)
@@ -104,7 +107,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         run = SweptRun(command, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
         print(f"sweep   `metattt {command}` -> {folder}", flush=True)
         # deletions are put back by the run: Hydra's sweepers would write `~key` as `~key=null`
-        kept = [text for one, text, _ in given if one.type != OverrideType.DEL]
+        kept = [text for one, text, _ in given if one.type != OverrideType.DEL and one.key_or_group != "objective"]
         try:
             with _stopped_by_the_sweep(folder, run):
                 app.multirun(command, run, [*_defaults(cfg, fixed), *kept, f"hydra.sweep.dir={quoted(str(folder))}"])

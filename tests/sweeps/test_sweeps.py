@@ -148,6 +148,7 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
     assert first < set(states(here / "sweep")) and len(states(here / "sweep")) == 3
     best = OmegaConf.load(here / "sweep" / "optimization_results.yaml")
     assert best.best_value == pytest.approx(float(table(here / "sweep")[0]["validation/loss"]), rel=1e-6)
+    assert main([*command, "hydra.sweeper.n_trials=1", "objective=validation/bits_per_byte"]) == 0  # another changes no run
     assert main([*command, "hydra.sweeper.n_trials=1", "hydra.sweep.dir=none", "data.path=none.txt"]) == 1
     assert "none.txt does not exist" in capsys.readouterr().out  # every run failed: the line of each says why
 
@@ -175,6 +176,7 @@ def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytes
     ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
     ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
     pytest.param("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?", marks=pytest.mark.slow),
+    ("hydra/sweeper=optuna hydra.sweeper.direction=[minimize,maximize]", "is not allowed: choose from minimize, maximize"),
     ("hydra.sweep.dir=run", "hydra.sweep.dir=run holds a run: choose another folder"),
 ])  # fmt: skip
 def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
