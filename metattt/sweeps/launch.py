@@ -89,7 +89,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         except (HydraException, OmegaConfBaseException) as error:
             _check_every_value(ours, command)  # in the words for a single run, if it is about one
             raise MetaTTTError(explain_composition(error, command)) from error
-        direction = OmegaConf.select(cfg, "hydra.sweeper.direction", default="minimize")  # of several, no run is counted
+        direction = OmegaConf.select(cfg, "hydra.sweeper.direction", default="minimize")  # a run tells one number
         check_choice("hydra.sweeper.direction", str(direction).removeprefix("Direction."), ("minimize", "maximize"))
         basic = str(cfg.hydra.sweeper._target_).endswith(".BasicSweeper")
         for one, written in ours if basic else ():
