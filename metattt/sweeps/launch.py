@@ -98,7 +98,8 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
                 raise MetaTTTError(f"`{written}` needs a sweeper that chooses values from it: {way}")
         _check_every_value(ours, command)
         # what the sweeper is told changes no run: with another objective a sweep goes on
-        fixed = [written for one, written in ours if not one.is_sweep_override() and one.key_or_group != "objective"]
+        told = [one for one, _ in ours if one.key_or_group == "objective" and not one.is_sweep_override()]
+        fixed = [written for one, written in ours if not one.is_sweep_override() and one not in told]
         folder = path_of(str(cfg.hydra.sweep.dir), "hydra.sweep.dir")
         _check_folder(folder, [f"metattt {command}", *fixed])
         known = keys_of(command)
@@ -107,7 +108,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         run = SweptRun(command, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
         print(f"sweep   `metattt {command}` -> {folder}", flush=True)
         # deletions are put back by the run: Hydra's sweepers would write `~key` as `~key=null`
-        kept = [text for one, text, _ in given if one.type != OverrideType.DEL and one.key_or_group != "objective"]
+        kept = [text for one, text, _ in given if one.type != OverrideType.DEL and one not in told]
         try:
             with _stopped_by_the_sweep(folder, run):
                 app.multirun(command, run, [*_defaults(cfg, fixed), *kept, f"hydra.sweep.dir={quoted(str(folder))}"])
