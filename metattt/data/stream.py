@@ -24,6 +24,7 @@ from metattt.data.tokenizers import Tokenizer, document_tokens, load_tokenizer
 from metattt.data.windows import Batches, Split, WindowData, Windows, digest_of
 from metattt.errors import MetaTTTError
 from metattt.io import path_of
+from metattt.optional import need
 from metattt.registry import register
 from metattt.setting import REQUIRED, setting
 
@@ -221,6 +222,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
                     f"as {name.rstrip('/')}/*.jsonl, or the format and the files: data.path=json data.files=<pattern>"
                 )
             name, files = kind, name if "://" in name else str(path_of(name, "data.path"))
+        self._opened = name, files
         return load(name, self.config, split, self.text_key, files, "data.path", streaming=True, **tabs)
 
     def _held_out(self) -> np.ndarray:
@@ -255,7 +257,14 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
         return self._train if name == "train" else self._validation
 
     def fingerprint(self) -> str:
-        return digest_of(self._validation)
+        """Of the text held out, and of the names and sizes of the files where they are here."""
+        held_out, datasets = digest_of(self._validation), need("datasets", extra="text", what="data=stream")
+        name, files = self._opened
+        build = datasets.load_dataset_builder
+        found = {} if files is None else build(name, self.config, data_files=files).config.data_files
+        local = [Path(one) for several in found.values() for one in several if Path(one).is_file()]
+        sizes = "".join(f"{one.name} {one.stat().st_size}\n" for one in local)
+        return f"{held_out} {digest_of(sizes.encode())}" if sizes else held_out
 
     def describe(self) -> str:
         return f"{self.source}; {self._validation.size / 1e6:.2f} M tokens to validate"

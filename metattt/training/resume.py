@@ -118,11 +118,11 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
             f"data.path={getattr(data, 'path', None)} has the class {other!r} where the run that is resumed has "
             f"{one!r}: give folders their names back, or start a run with init_from=<the checkpoint>"
         )
-    if before == now or str(now).startswith(f"{before} "):  # a record from before names were in it
+    if before == now or str(now).startswith(f"{before} "):  # a record of an older version, which tells less
         return None
     if moved:
         raise MetaTTTError(
             f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, which resume "
             "needs. To train on other data, start a run with init_from=<the checkpoint>"
         )
-    return "data    has changed since the run was started: its order, and the validation data, are no longer the same"
+    return "data    has changed since the run was started: what is read next, and maybe what it is validated on, are others"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from metattt.data.sources import load
 from metattt.data.stream import Reader, StreamData, StreamWindows
 from metattt.data.text import ByteTokenizer
 from metattt.errors import MetaTTTError
+from metattt.evaluation.text import _changed
+from metattt.training.resume import check_same_data
 from metattt.training.train import train
 
 TEXTS = [f"document {number} " + "abc " * (number % 7) for number in range(30)]
@@ -160,6 +164,30 @@ def test_a_run_goes_on_exactly_and_not_from_the_beginning(
     assert train(compose(f"resume={run}")) == 0
     assert log(run) == log(whole)
     assert begun[:2] == [True, False], "what is held out, then the bookmark"
+
+
+def test_resuming_says_that_files_have_changed(files: str, tmp_path: Path) -> None:
+    def there(name: str) -> StreamData:
+        data = StreamData(f"{tmp_path}/{name}/*.jsonl.gz", context_length=7, validation_documents=4)
+        data.setup()
+        return data
+
+    for name in ("old", "copy"):
+        shutil.copytree(Path(files).parent, tmp_path / name)
+    before = there("old").fingerprint()
+    for old in (before, before.split()[0]):  # a record of an older version is of the text held out alone
+        assert check_same_data({"data": old}, there("copy"), moved=True) is None
+    changes: list[Callable[[Path], Any]] = [
+        lambda folder: (folder / "2.jsonl.gz").write_bytes((folder / "1.jsonl.gz").read_bytes() * 2),
+        lambda folder: (folder / "2.jsonl.gz").unlink(),
+        lambda folder: shutil.copy(folder / "0.jsonl.gz", folder / "3.jsonl.gz"),
+    ]
+    for change in changes:
+        change(tmp_path / "copy")
+        after = there("copy")
+        assert after.fingerprint().split()[0] == before.split()[0] and not _changed({"run": SimpleNamespace(data=before)}, after)
+        assert "has changed since" in str(check_same_data({"data": before}, after, moved=False))
+        refusal(lambda found=after: check_same_data({"data": before}, found, moved=True), "does not hold the data")
 
 
 @pytest.mark.slow
