@@ -23,6 +23,7 @@ from metattt.sweeps.record import STATUS, read_status
 PREFERRED = ("validation/bits_per_byte", "validation/top1", "validation/loss")
 FILES = ("runs.csv", "runs.md", "runs.png")
 DONE = ("", "finished")  # states of runs whose values count: not of a sweep, or finished
+LOG = "metrics.csv"
 DEPTH = 4  # of folders that runs are looked for in
 NAMED_RUNS = 12  # in the legend of the picture: of more, the best
 
@@ -36,6 +37,7 @@ class Run(NamedTuple):
     rows: list[Row]  # of its log
     message: str = ""  # why it did not finish
     fixed: tuple[str, ...] = ()  # what all runs of its sweep have
+    damage: str = ""  # why rows of its log cannot be read
 
     def curve(self, column: str) -> list[tuple[int, float]]:
         """The values of a column by step; those of validation only, if it is one of these."""
@@ -59,8 +61,9 @@ def read_run(folder: Path, name: str = "") -> Run:
     pairs = [one.partition("=") for one in status.swept] if status else []
     swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
     state = "" if status is None else "unfinished" if status.state == "running" else status.state
-    told = (status.message, tuple(status.fixed)) if status else ()
-    return Run(name, state, swept, read_rows(folder / "metrics.csv")[0], *told)
+    told = (status.message, tuple(status.fixed)) if status else ("", ())
+    rows, damage = read_rows(folder / LOG) if (folder / LOG).exists() else ([], "")
+    return Run(name, state, swept, rows, *told, damage)
 
 
 def runs(cfg: DictConfig) -> None:
@@ -128,6 +131,8 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     for run in found:
         if run.message:
             console.print(printable(f"{run.name}: {run.state}: {run.message}"))
+        if run.damage:
+            console.print(printable(f"{run.name}: {LOG} is damaged ({run.damage}): only its readable rows count"))
     home = output_dir or folder
     home.mkdir(parents=True, exist_ok=True)
     text = io.StringIO(newline="")
@@ -146,7 +151,7 @@ def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Itera
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue
-        if any((path / name).is_file() for name in (STATUS, "metrics.csv", "run.yaml")):
+        if any((path / name).is_file() for name in (STATUS, LOG, "run.yaml")):
             yield read_run(path, str(path.relative_to(home or folder)))
         elif depth > 1:
             yield from collect(path, depth - 1, home or folder)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from refusals_for_tests import refusal
 from runs_for_tests import rows
 
 from metattt.cli import main
+from metattt.locking import locked
 from metattt.sweeps.record import LONGEST_NAME, STATUS, Status, folder_name, read_status, write_status
 from metattt.sweeps.run import SweptRun
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
@@ -156,13 +158,20 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
 def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Optuna takes an exception for a run that failed, and NaN for the end of the sweep."""
     make(here / "a", [(5, "nan")], column="validation/loss", swept=["seed=1"])
-    known = SimpleNamespace(runtime=SimpleNamespace(output_dir="a"), overrides=SimpleNamespace(task=["++seed=1"]))
+    known: Any = SimpleNamespace(runtime=SimpleNamespace(output_dir="a"), overrides=SimpleNamespace(task=["++seed=1"]))
     monkeypatch.setattr("metattt.sweeps.run.HydraConfig.get", lambda: known)
     write_status(here / "a", Status(["++seed=1"], ["metattt train"], "finished"))
     run = partial(SweptRun, "train", [], [], True, "validation/loss", sweeper=os.getpid())
     refusal(lambda: run(raises=True)(OmegaConf.create()), "a has no validation/loss for the sweeper")
     assert math.isnan(run(raises=False)(OmegaConf.create()))
     assert "run     seed=1: finished before\n" in capsys.readouterr().out  # as it was typed
+    known.sweep = SimpleNamespace(dir=".")
+    monkeypatch.setattr(SweptRun, "_process", lambda *_: -9)
+    write_status(here / "a", Status(["++seed=1"], ["metattt train"], "running"))
+    for state in ("running", "failed"):  # while another sweep has the folder, and later
+        with locked(here / "a", "a training run") if state == "running" else nullcontext():
+            assert math.isnan(run(raises=False)(OmegaConf.create()))
+        assert getattr(read_status(here / "a"), "state", "") == state
 
 
 # -- what is refused, before anything runs -----------------------------------------------------------------------------
@@ -269,11 +278,13 @@ def test_any_folder_of_runs(tmp_path: Path, told: Callable[..., str], capsys: py
     assert main(["runs", str(tmp_path / "red")]) == 0 and not {"\x1b", "\x9b", "\x07"} & set(capsys.readouterr().out)
     assert not {"\x1b", "\x9b"} & set((tmp_path / "red" / "runs.md").read_text())
     assert "no checkpoint: a\\x1b[31m does not exist" in told("eval", "checkpoint=a\x1b[31m")
-    assert main(["runs", str(tmp_path / "runs")]) == 0
+    assert main(["runs", str(tmp_path / "runs")]) == 0 and "damaged" not in capsys.readouterr().out
     assert [row["run"] for row in table(tmp_path / "runs")] == ["later/second", "first"]  # the larger is better
     assert main(["runs", str(tmp_path / "runs"), "descending=false", f"output_dir={tmp_path / 'out'}"]) == 0
     assert [row["run"] for row in table(tmp_path / "out")] == ["first", "later/second"]
     assert main(["runs", str(tmp_path / "runs"), "sort=train/loss"]) == 0 and not (tmp_path / "elsewhere").exists()
+    (tmp_path / "runs" / "first" / "metrics.csv").write_text("\0\0\n")
+    assert tell(tmp_path / "runs") == 0 and "\nfirst: metrics.csv is damaged (its first line " in capsys.readouterr().out
     for row, better in enumerate((10.0, 20.0)):
         make(tmp_path / "views" / str(row), [(3, better)], "validation/psnr_4")
     assert tell(tmp_path / "views") == 0 and [one["run"] for one in table(tmp_path / "views")] == ["1", "0"]
