@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from metattt.composition.messages import first_line
 from metattt.data.base import Data, ReadError
+from metattt.data.sources import check_pictures
 from metattt.data.windows import PlacedBatches, batches_in_order
 from metattt.errors import MetaTTTError
 from metattt.io import path_of
@@ -307,6 +308,7 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             raise MetaTTTError(
                 f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {first_line(error)}"
             ) from error
+        check_pictures(self.dataset, getattr(found, "reader", None))
         self._check_folders(name, root, found)
         labels = self._labels(name, root, found)
         streamed = isinstance(found, IterableDataset)
@@ -328,6 +330,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
                 f"data.path={root} has no folder {self.splits[name]} (it has {', '.join(inside[:5]) or 'none'}): set "
                 f"data.{name}_split=<a folder in it>, or data.validation_path=<folder or tar of the validation images>"
             )
+        if names_of_classes(found) == [""]:
+            raise MetaTTTError(f"the {name} images are in {listing.root} itself: give each class a folder in it")
         files = [] if listing is found else listing.filenames(absolute=True)
         parents = {os.path.dirname(os.path.normpath(folder)) for folder in set(map(os.path.dirname, files))}
         if len(parents) > 1:
@@ -345,10 +349,9 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             return {}
         numbers = {one: number for number, one in enumerate(known)}
         if unknown := [one for one in own if one not in numbers]:
-            no_folder = "" if unknown[0] else " (no folder of a class)"
             listed = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
             raise MetaTTTError(
-                f"the {name} images of {root} have the class {unknown[0]!r}{no_folder}, which is not among those "
+                f"the {name} images of {root} have the class {unknown[0]!r}, which is not among those "
                 f"trained on ({listed}): remove or rename it, or set data.validation_path=<images of these classes>"
             )
         return {label: numbers[one] for label, one in enumerate(own)}

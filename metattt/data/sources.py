@@ -55,3 +55,17 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
         setting, names = "data.text_key" if key == "data.path" else "text_key", ", ".join(found.column_names)
         raise MetaTTTError(f"{key}={name} has no text in {text_key!r}, only {names}: set {setting}=")
     return found
+
+
+def check_pictures(name: str, reader: Any) -> None:
+    """Raises an error for pictures of the Hub whose columns timm's reader would not find."""
+    source = getattr(reader, "builder", getattr(reader, "dataset", None))
+    columns = dict(source.info.features or {}) if name.lower().startswith(("hfds/", "hfids/")) else {}
+    if "image" in columns and not hasattr(reader, "builder") and None in source[:1]["image"]:
+        del columns["image"]  # the reader has made it
+    kind = str(getattr(columns.get("label"), "dtype", ""))
+    if columns and ("image" not in columns or not kind.startswith(("int", "uint", "bool"))):
+        raise MetaTTTError(
+            f"data.dataset={name} has the columns {', '.join(columns)}: pictures are read from `image`, and the numbers "
+            "of their classes from `label`. Save a copy with columns of these names, or make folders of the classes"
+        )

@@ -27,6 +27,7 @@ from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.base import Place
 from metattt.data.images import NO_LABEL, CheckedImages, CorruptImage, ImageData
+from metattt.data.sources import check_pictures
 from metattt.models.timm import create
 from metattt.models.vision import ImageTransformer
 from metattt.training.image_module import ImageClassification, ImageJob
@@ -383,6 +384,24 @@ def test_folders_in_the_folder_of_a_class(folder: Path, tmp_path: Path) -> None:
     for data in (small(folder), small(tmp_path / "all.tar", validation_path=str(folder))):
         refusal(data.setup, "in folders of ", "train/cat and of ", "/dog: ", "torch/image_folder")
     assert ready(small(folder, dataset="torch/image_folder")).class_names == ["cat", "dog"]
+    shutil.rmtree(folder / "validation")
+    shutil.copytree(folder / "train" / "cat" / "2020", folder / "validation")
+    for data in (small(folder), small(folder / "train", validation_path=str(folder / "validation"))):
+        data.known_classes = ["cat", "dog"]
+        refusal(partial(data.setup, "validate"), "images are in ", "validation itself: give each class a folder in it")
+
+
+@pytest.mark.parametrize(("image", "label", "value"), [("img", "label", 0), ("image", "fine_label", 0), ("image", "label", "cat")])
+def test_columns_of_other_names_are_told(image: str, label: str, value: Any, folder: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({image: [str(folder / "train" / "cat" / "0.png")] * 4, label: [value] * 4})
+    (tmp_path / "hub").mkdir()
+    for split in ("train", "validation"):
+        rows.cast_column(image, datasets.Image()).to_parquet(tmp_path / "hub" / f"{split}.parquet")
+    data = small(tmp_path / "cache", dataset=f"hfds/{tmp_path / 'hub'}")
+    said = refusal(data.setup, f"has the columns {image}, {label}: pictures are read from `image`, and ", "from `label`", lines=1)
+    streamed = SimpleNamespace(builder=SimpleNamespace(info=rows.info))
+    assert refusal(lambda: check_pictures(data.dataset, streamed)) == said
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
