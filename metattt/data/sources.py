@@ -43,17 +43,17 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
     """
     what = f"{key}={name} is no local file or folder, and a dataset of the Hub" if files is None else f"reading {files}"
     datasets = need("datasets", extra="text", what=what)
+    where = "" if files is None else f" in {files}"
     options |= {"sample_by": "document"} if name == "text" else {}
     try:
         found = datasets.load_dataset(name, config, data_files=files, split=split, **options)
     except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors
         cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None  # it says only that
         reason = "no rows" if isinstance(error, StopIteration) else first_line(cause or error)
-        reason += "" if files is None else f" in {files}"
-        raise MetaTTTError(f"{key}={name} cannot be opened as a dataset: {reason}") from error
+        raise MetaTTTError(f"{key}={name} cannot be opened as a dataset: {reason}{where}") from error
     if found.column_names is not None and text_key not in found.column_names:
         setting, names = "data.text_key" if key == "data.path" else "text_key", ", ".join(found.column_names)
-        raise MetaTTTError(f"{key}={name} has no text in {text_key!r}, only {names}: set {setting}=")
+        raise MetaTTTError(f"{key}={name} has no text in {text_key!r}{where}, only {names}: set {setting}=")
     return found
 
 

@@ -104,7 +104,10 @@ class Reader:
                     found = True
                     yield here, document_tokens(self.tokenizer, text)
             if not found:
-                raise MetaTTTError(f"data.path={self.name} holds no text to train on")
+                raise MetaTTTError(
+                    f"data.path={self.name} holds no text to train on after data.validation_documents: give more "
+                    "documents (a file of text is one), or set that lower"
+                )
             place = self.begin
 
 

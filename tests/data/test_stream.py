@@ -206,10 +206,10 @@ def test_two_processes_train_as_one(files: str, tmp_path: Path, whole: Path) -> 
     (("data.path={here}",), "the files of a folder as {here}/*.jsonl, or the format"),
     (("data.shuffle=0",), "data.shuffle=0 is not allowed"),
     (("data.context_length=100000",), "set data.context_length="),
-    (("data.text_key=words",), "set data.text_key="),
+    (("data.text_key=words",), ".jsonl.gz, only text: set data.text_key="),
     (("data.split=nothing",), "cannot be opened as a dataset"),
     (("data.num_workers=2",), "num_workers"),
-    (("data.validation_documents=1000",), "holds no text to train on"),
+    (("data.validation_documents=1000",), "holds no text to train on after data.validation_documents: give more "),
 ])  # fmt: skip
 def test_refusals_are_a_line_or_two(files: str, tmp_path: Path, overrides: tuple[str, ...], message: str, told: Callable[..., str]) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "of a download that broke"}')[:-9])
