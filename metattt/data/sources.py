@@ -63,9 +63,7 @@ def check_pictures(name: str, reader: Any) -> None:
     columns = dict(source.info.features or {}) if name.lower().startswith(("hfds/", "hfids/")) else {}
     if "image" in columns and not hasattr(reader, "builder") and None in source[:1]["image"]:
         del columns["image"]  # the reader has made it
-    kind = str(getattr(columns.get("label"), "dtype", ""))
-    if columns and ("image" not in columns or not kind.startswith(("int", "uint", "bool"))):
-        raise MetaTTTError(
-            f"data.dataset={name} has the columns {', '.join(columns)}: pictures are read from `image`, and the numbers "
-            "of their classes from `label`. Save a copy with columns of these names, or make folders of the classes"
-        )
+    label = str(getattr(columns.get("label"), "dtype", ""))
+    if columns and ("image" not in columns or not label.startswith(("int", "uint", "bool"))):
+        reason = f"has the columns {', '.join(columns)}, and not `image` with pictures and `label` with numbers"
+        raise MetaTTTError(f"data.dataset={name} {reason}: save a copy with these, or make a folder for each class")

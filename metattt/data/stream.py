@@ -104,10 +104,8 @@ class Reader:
                     found = True
                     yield here, document_tokens(self.tokenizer, text)
             if not found:
-                raise MetaTTTError(
-                    f"data.path={self.name} holds no text to train on after data.validation_documents: give more "
-                    "documents (a file of text is one), or set that lower"
-                )
+                way = "give more documents, or set data.validation_documents lower"
+                raise MetaTTTError(f"data.path={self.name} holds no text to train on: {way}")
             place = self.begin
 
 
@@ -261,10 +259,9 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
 
     def fingerprint(self) -> str:
         """Of the text held out, and of the names and sizes of the files where they are here."""
-        held_out, datasets = digest_of(self._validation), need("datasets", extra="text", what="data=stream")
-        name, files = self._opened
-        build = datasets.load_dataset_builder
-        found = {} if files is None else build(name, self.config, data_files=files).config.data_files
+        (name, files), held_out = self._opened, digest_of(self._validation)
+        builder = need("datasets", extra="text", what="data=stream").load_dataset_builder
+        found = {} if files is None else builder(name, self.config, data_files=files).config.data_files
         local = [Path(one) for several in found.values() for one in several if Path(one).is_file()]
         sizes = "".join(f"{one.name} {one.stat().st_size}\n" for one in local)
         return f"{held_out} {digest_of(sizes.encode())}" if sizes else held_out

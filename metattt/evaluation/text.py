@@ -80,7 +80,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
             with suppress(MetaTTTError):  # one that has nothing to train on is no run's
                 read: WindowData = job.data(_text(job.known[name], as_the_run))
                 read.read_as(tokenizers[0])
-                others = [one for one in others if one != name or _differ(read.fingerprint(), job.known[name].data)]
+                others = [one for one in others if one != name or read.fingerprint() != job.known[name].data]
     if split == "validation" and others:
         line = f"{', '.join(others)}: this is not the text of its run, which may have trained on what is held out here"
         job.console.print(line)
@@ -106,13 +106,8 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
 def _changed(known: Mapping[str, Trained], data: WindowData) -> list[str]:
     """The names of models whose run has read other text than is there now."""
     before = {name: one.data for name, one in known.items() if one.data is not None}
-    now = data.fingerprint() if before else None
-    return [name for name, one in before.items() if _differ(one, now)]
-
-
-def _differ(one: str | None, other: str | None) -> bool:
-    """Whether two fingerprints are of other text; of a stream, whose first word is of what is held out, of that."""
-    return str(one).partition(" ")[0] != str(other).partition(" ")[0]
+    now = str(data.fingerprint()).partition(" ")[0] if before else None  # of a stream, what is held out
+    return [name for name, one in before.items() if one.partition(" ")[0] != now]
 
 
 def _text(model: Trained, changes: dict[str, Any]) -> dict[str, Any]:

@@ -125,4 +125,4 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
             f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, which resume "
             "needs. To train on other data, start a run with init_from=<the checkpoint>"
         )
-    return "data    has changed since the run was started: what is read next, and maybe what it is validated on, are others"
+    return "data    has changed since the run was started: its order, and perhaps the validation data, are others"

@@ -399,7 +399,7 @@ def test_columns_of_other_names_are_told(image: str, label: str, value: Any, fol
     for split in ("train", "validation"):
         rows.cast_column(image, datasets.Image()).to_parquet(tmp_path / "hub" / f"{split}.parquet")
     data = small(tmp_path / "cache", dataset=f"hfds/{tmp_path / 'hub'}")
-    said = refusal(data.setup, f"has the columns {image}, {label}: pictures are read from `image`, and ", "from `label`", lines=1)
+    said = refusal(data.setup, f"has the columns {image}, {label}, and not `image` with pictures and `label` ", lines=1)
     streamed = SimpleNamespace(builder=SimpleNamespace(info=rows.info))
     assert refusal(lambda: check_pictures(data.dataset, streamed)) == said
 
