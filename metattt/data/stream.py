@@ -163,7 +163,7 @@ class StreamData(WindowData, takes=("context_length", "batch_size", "seed", "doc
 
     Args:
         path: name of a dataset on the Hugging Face Hub; or a file or pattern, local or an address, compressed or not
-            (json, jsonl, csv, txt, parquet, arrow; gz, zst, bz2, xz, zip).
+            (json, jsonl, csv, txt, parquet, arrow; gz, bz2, xz, zip, and zst with `pip install zstandard`).
         files: paths, patterns or addresses of the files to read, if `path` is a format (json, text, …) or a dataset.
         config: name of the dataset's configuration; None for the only one.
         split: name of the split to train on.
