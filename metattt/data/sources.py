@@ -59,7 +59,7 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
 
 def check_pictures(name: str, reader: Any) -> None:
     """Raises an error for pictures of the Hub whose columns timm's reader would not find."""
-    source = getattr(reader, "builder", getattr(reader, "dataset", None))
+    source: Any = getattr(reader, "builder", getattr(reader, "dataset", None))
     columns = dict(source.info.features or {}) if name.lower().startswith(("hfds/", "hfids/")) else {}
     if "image" in columns and not hasattr(reader, "builder") and None in source[:1]["image"]:
         del columns["image"]  # the reader has made it
