@@ -53,7 +53,8 @@ KEYS: dict[str, Setting | None] = {
     **_each("dataset_split device folder objective prompt text_key adapt:data.text_key prepare:tokenizer", str),
     **_each(
         "checkpoint dataset_config family init_from name output output_dir prompts resume sort source target task_path "
-        "tokenizer data.dataset data.text_key data.validation_path data.validation_split", str | None,
+        "tokenizer data.dataset data.image_key data.label_key data.text_key data.validation_path "
+        "data.validation_split", str | None,
     ),
     **_each("stop", list[str]),
     **_each("labels", list[str] | None),

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from metattt.composition.messages import first_line
 from metattt.data.base import Data, ReadError
-from metattt.data.sources import check_pictures
+from metattt.data.sources import check_pictures, in_order, names_of_classes
 from metattt.data.windows import PlacedBatches, batches_in_order
 from metattt.errors import MetaTTTError
 from metattt.io import path_of
@@ -111,24 +111,6 @@ def in_colours(image: Image.Image, mode: str) -> Image.Image:
     return image.convert(mode)
 
 
-def names_of_classes(data: Any) -> list[str] | None:
-    """The names that a data set of timm or torchvision, or its reader, gives to the labels 0, 1, ...; None: none."""
-    for source in (data, getattr(data, "reader", None), getattr(data, "dataset", None)):
-        # a folder's name, or a tar's
-        classes = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)
-        if classes:
-            return [str(name) for name in sorted(classes, key=classes.__getitem__)]
-    return None
-
-
-def in_order(names: list[str] | None) -> list[str] | None:
-    """Names of classes that timm has sorted, the same in every process. Names that differ only in case or leading zeros
-    are equal to timm, and their order depends on Python's hashes. Names in another order stay as they are."""
-    key = need("timm.utils", extra="images", what="reading images").natural_key
-    ordered = sorted(sorted(names or ()), key=key)
-    return ordered if names and list(map(key, ordered)) == list(map(key, names)) else names
-
-
 class CheckedImages(Dataset[tuple[Any, int]]):
     """Images of timm or torchvision by number, where one that cannot be read is named, and refused or skipped.
 
@@ -212,6 +194,9 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             `tfds/<name>`, `torch/<name>`. Empty: a folder or tar.
         validation_path: folder or tar file of the validation images, if they are not inside `path`. Their classes are
             numbered as those of the training images, by their names; some may be missing.
+        image_key, label_key: columns of the pictures and of the numbers of their classes in a dataset of the Hub, such as
+            `img` and `label` of CIFAR-10; None: `image` and `label`. (Of WebDataset and TFDS: what timm calls
+            `input_key` and `target_key`.)
         train_split, validation_split: names of the splits; for WebDataset also files and their number of images,
             `train-{0000..1023}.tar|1281167`.
         img_size: height and width after cropping (pixels).
@@ -237,6 +222,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
     path: str | None = setting(default=None)
     dataset: str = setting(default="")
     validation_path: str | None = setting(default=None)
+    image_key: str | None = setting(default=None)
+    label_key: str | None = setting(default=None)
     train_split: str = setting(default="train")
     validation_split: str = setting(default="validation")
     img_size: int = setting(default=224, most=2**13)
@@ -295,10 +282,12 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             root = str(path_of(root, key))
             if not os.path.exists(root):
                 raise MetaTTTError(f"{key}={root} does not exist")
-        suffixes, options = image_suffixes(), {}
+        suffixes, options = image_suffixes(), dict[str, Any]()
         if folders and self.dataset:  # torchvision's own would clip 16 bits
             options["loader"] = need("PIL.Image", extra="images", what="data=images").open
             options["is_valid_file"] = lambda file: os.path.splitext(file)[1].lower() in suffixes
+        keys = {"input_key": self.image_key, "target_key": self.label_key}
+        options |= {key: value for key, value in keys.items() if value is not None}
         try:
             found = self.timm.create_dataset(
                 self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size,
@@ -308,7 +297,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             raise MetaTTTError(
                 f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {first_line(error)}"
             ) from error
-        check_pictures(self.dataset, getattr(found, "reader", None))
+        if self.dataset.lower().startswith(("hfds/", "hfids/")):
+            check_pictures(self.dataset, found.reader, self.image_key or "image", self.label_key or "label")
         self._check_folders(name, root, found)
         labels = self._labels(name, root, found)
         streamed = isinstance(found, IterableDataset)

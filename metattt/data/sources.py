@@ -1,5 +1,5 @@
-"""What a user names as a source of text: files here, files in any format of the library `datasets`, or a dataset of the
-Hugging Face Hub."""
+"""What a user names as a source of data: files here, files in any format of the library `datasets`, or a dataset of the
+Hugging Face Hub; the columns and classes of the last."""
 
 from __future__ import annotations
 
@@ -57,13 +57,33 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
     return found
 
 
-def check_pictures(name: str, reader: Any) -> None:
-    """Raises an error for pictures of the Hub whose columns timm's reader would not find."""
+def check_pictures(name: str, reader: Any, image: str, label: str) -> None:
+    """Raises an error if the columns of a dataset of the Hub are others: timm's reader would say so late, or never."""
     source: Any = getattr(reader, "builder", getattr(reader, "dataset", None))
-    columns = dict(source.info.features or {}) if name.lower().startswith(("hfds/", "hfids/")) else {}
-    if "image" in columns and not hasattr(reader, "builder") and None in source[:1]["image"]:
-        del columns["image"]  # the reader has made it
-    label = str(getattr(columns.get("label"), "dtype", ""))
-    if columns and ("image" not in columns or not label.startswith(("int", "uint", "bool"))):
-        reason = f"has the columns {', '.join(columns)}, and not `image` with pictures and `label` with numbers"
-        raise MetaTTTError(f"data.dataset={name} {reason}: save a copy with these, or make a folder for each class")
+    columns = dict(source.info.features or {})
+    if image in columns and not hasattr(reader, "builder") and None in source[:1][image]:
+        del columns[image]  # the reader has made it
+    numbers = str(getattr(columns.get(label), "dtype", "")).startswith(("int", "uint", "bool"))
+    if columns and (image not in columns or not numbers):
+        raise MetaTTTError(
+            f"data.dataset={name} has the columns {', '.join(columns)}, and needs pictures and numbers of classes, not "
+            f"{image} and {label}: set data.image_key=<column> data.label_key=<column>"
+        )
+
+
+def names_of_classes(data: Any) -> list[str] | None:
+    """The names that a data set of timm or torchvision, or its reader, gives to the labels 0, 1, ...; None: none."""
+    for source in (data, getattr(data, "reader", None), getattr(data, "dataset", None)):
+        # a folder's name, or a tar's
+        classes = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)
+        if classes:
+            return [str(name) for name in sorted(classes, key=classes.__getitem__)]
+    return None
+
+
+def in_order(names: list[str] | None) -> list[str] | None:
+    """Names of classes that timm has sorted, the same in every process. Names that differ only in case or leading zeros
+    are equal to timm, and their order depends on Python's hashes. Names in another order stay as they are."""
+    key = need("timm.utils", extra="images", what="reading images").natural_key
+    ordered = sorted(sorted(names or ()), key=key)
+    return ordered if names and list(map(key, ordered)) == list(map(key, names)) else names

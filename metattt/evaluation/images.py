@@ -22,7 +22,9 @@ from metattt.registry import PARAMETERS
 
 OF_LOADING = ("batch_size", "num_workers", "seed", "min_area", "flip", "augment", "corrupt", "img_size", "in_chans")
 """Fields of the data that do not choose the validation images."""
-CHANGES = ("path", "batch_size", "dataset", "validation_path", "validation_split", "corrupt")  # by the command line
+CHANGES = (  # by the command line
+    "path", "batch_size", "dataset", "image_key", "label_key", "validation_path", "validation_split", "corrupt",
+)  # fmt: skip
 
 
 class ImageScores(NamedTuple):

@@ -20,7 +20,6 @@ from omegaconf import DictConfig
 
 from metattt.composition.overrides import in_full, key_of, quoted
 from metattt.errors import MetaTTTError
-from metattt.locking import locked
 from metattt.sweeps.record import OUTPUT, State, Status, read_status, write_status
 from metattt.sweeps.table import read_run
 
@@ -76,12 +75,6 @@ class SweptRun:
         seconds = round(time.monotonic() - began, 1)
         state: State = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
         said = "" if code == 0 else STOPPED.get(code) or reason(folder, code)
-        if code:
-            try:
-                with locked(folder, "a run of a sweep"):
-                    pass
-            except MetaTTTError as error:  # another sweep trains it, and writes how it ends
-                return self._end(f"{title} failed: {error}", math.nan)
         write_status(folder, status._replace(state=state, message=said, seconds=seconds))
         if code:
             return self._end(f"{title} {state}: {said}", math.nan)

@@ -391,17 +391,19 @@ def test_folders_in_the_folder_of_a_class(folder: Path, tmp_path: Path) -> None:
         refusal(partial(data.setup, "validate"), "images are in ", "validation itself: give each class a folder in it")
 
 
-@pytest.mark.parametrize(("image", "label", "value"), [("img", "label", 0), ("image", "fine_label", 0), ("image", "label", "cat")])
-def test_columns_of_other_names_are_told(image: str, label: str, value: Any, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("image", "label", "value"), [("img", "label", 0), ("image", "fine_label", 1), ("image", "label", "cat")])
+def test_columns_of_other_names(image: str, label: str, value: Any, folder: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({image: [str(folder / "train" / "cat" / "0.png")] * 4, label: [value] * 4})
     (tmp_path / "hub").mkdir()
     for split in ("train", "validation"):
         rows.cast_column(image, datasets.Image()).to_parquet(tmp_path / "hub" / f"{split}.parquet")
-    data = small(tmp_path / "cache", dataset=f"hfds/{tmp_path / 'hub'}")
-    said = refusal(data.setup, f"has the columns {image}, {label}, and not `image` with pictures and `label` ", lines=1)
+    here = partial(small, tmp_path / "cache", dataset=f"hfds/{tmp_path / 'hub'}")
+    said = refusal(here().setup, f"has the columns {image}, {label}, and needs pictures and ", "set data.image_key=", lines=2)
     streamed = SimpleNamespace(builder=SimpleNamespace(info=rows.info))
-    assert refusal(lambda: check_pictures(data.dataset, streamed)) == said
+    assert refusal(lambda: check_pictures(here().dataset, streamed, "image", "label")) == said
+    if value != "cat":
+        assert ready(here(image_key=image, label_key=label))._datasets["train"][0][1] == value
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from refusals_for_tests import refusal
 from runs_for_tests import rows
 
 from metattt.cli import main
-from metattt.locking import locked
 from metattt.sweeps.record import LONGEST_NAME, STATUS, Status, folder_name, read_status, write_status
 from metattt.sweeps.run import SweptRun
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
@@ -158,20 +156,13 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
 def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Optuna takes an exception for a run that failed, and NaN for the end of the sweep."""
     make(here / "a", [(5, "nan")], column="validation/loss", swept=["seed=1"])
-    known: Any = SimpleNamespace(runtime=SimpleNamespace(output_dir="a"), overrides=SimpleNamespace(task=["++seed=1"]))
+    known = SimpleNamespace(runtime=SimpleNamespace(output_dir="a"), overrides=SimpleNamespace(task=["++seed=1"]))
     monkeypatch.setattr("metattt.sweeps.run.HydraConfig.get", lambda: known)
     write_status(here / "a", Status(["++seed=1"], ["metattt train"], "finished"))
     run = partial(SweptRun, "train", [], [], True, "validation/loss", sweeper=os.getpid())
     refusal(lambda: run(raises=True)(OmegaConf.create()), "a has no validation/loss for the sweeper")
     assert math.isnan(run(raises=False)(OmegaConf.create()))
     assert "run     seed=1: finished before\n" in capsys.readouterr().out  # as it was typed
-    known.sweep = SimpleNamespace(dir=".")
-    monkeypatch.setattr(SweptRun, "_process", lambda *_: -9)
-    write_status(here / "a", Status(["++seed=1"], ["metattt train"], "running"))
-    for state in ("running", "failed"):  # while another sweep has the folder, and later
-        with locked(here / "a", "a training run") if state == "running" else nullcontext():
-            assert math.isnan(run(raises=False)(OmegaConf.create()))
-        assert getattr(read_status(here / "a"), "state", "") == state
 
 
 # -- what is refused, before anything runs -----------------------------------------------------------------------------
