@@ -194,9 +194,9 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             `tfds/<name>`, `torch/<name>`. Empty: a folder or tar.
         validation_path: folder or tar file of the validation images, if they are not inside `path`. Their classes are
             numbered as those of the training images, by their names; some may be missing.
-        image_key, label_key: columns of the pictures and of the numbers of their classes in a dataset of the Hub, such as
-            `img` and `label` of CIFAR-10; None: `image` and `label`. (Of WebDataset and TFDS: what timm calls
-            `input_key` and `target_key`.)
+        image_key, label_key: columns of a dataset of the Hub with the pictures and the numbers of their classes (`img`
+            and `label` of CIFAR-10); None: `image` and `label`. Of WebDataset and TFDS: timm's `input_key`,
+            `target_key`.
         train_split, validation_split: names of the splits; for WebDataset also files and their number of images,
             `train-{0000..1023}.tar|1281167`.
         img_size: height and width after cropping (pixels).
