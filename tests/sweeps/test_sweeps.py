@@ -176,7 +176,10 @@ def test_a_finished_run_without_a_value_is_failed(here: Path, monkeypatch: pytes
     ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
     ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
     pytest.param("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?", marks=pytest.mark.slow),
-    ("hydra/sweeper=optuna hydra.sweeper.direction=[minimize,maximize]", "is not allowed: choose from minimize, maximize"),
+    pytest.param(
+        "hydra/sweeper=optuna hydra.sweeper.direction=[minimize,maximize]", "is not allowed: choose from minimize, maximize",
+        marks=pytest.mark.slow,
+    ),
     ("hydra.sweep.dir=run", "hydra.sweep.dir=run holds a run: choose another folder"),
 ])  # fmt: skip
 def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
