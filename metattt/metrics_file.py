@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+LOG = "metrics.csv"
 STEP = "step"
 Row = dict[str, str]
 

@@ -27,6 +27,7 @@ from metattt.composition.overrides import in_full, is_of_hydra, key_of, prepare,
 from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of
 from metattt.locking import LOCK
+from metattt.metrics_file import LOG
 from metattt.optional import need
 from metattt.sweeps.record import STATUS, read_status
 from metattt.sweeps.run import STOPPED, STOPPING, SweptRun
@@ -159,7 +160,7 @@ def _check_every_value(ours: Sequence[tuple[Override, str]], command: str) -> No
 def _check_folder(folder: Path, fixed: list[str]) -> None:
     """Refuses the folder of a run, and that of a sweep whose runs have other settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "run.yaml").exists() or (folder / "metrics.csv").exists():
+    if (folder / "run.yaml").exists() or (folder / LOG).exists():
         raise MetaTTTError(f"hydra.sweep.dir={folder} holds a run: choose another folder for the sweep")
     for file in sorted(folder.glob(f"*/{STATUS}")):
         before = read_status(file.parent)

@@ -16,14 +16,13 @@ from rich.table import Column, Table
 
 from metattt.errors import MetaTTTError, check_choice, printable
 from metattt.io import path_of, replaced, write_whole
-from metattt.metrics_file import STEP, Row, larger_is_better, of_validation, read_rows
+from metattt.metrics_file import LOG, STEP, Row, larger_is_better, of_validation, read_rows
 from metattt.optional import absence
 from metattt.sweeps.record import STATUS, read_status
 
 PREFERRED = ("validation/bits_per_byte", "validation/top1", "validation/loss")
 FILES = ("runs.csv", "runs.md", "runs.png")
 DONE = ("", "finished")  # states of runs whose values count: not of a sweep, or finished
-LOG = "metrics.csv"
 DEPTH = 4  # of folders that runs are looked for in
 NAMED_RUNS = 12  # in the legend of the picture: of more, the best
 

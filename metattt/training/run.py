@@ -24,14 +24,13 @@ from metattt.checkpoints.trained import check_resumed, read_checkpoint
 from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.io import path_of, read_text, write_whole
 from metattt.locking import locked
-from metattt.metrics_file import STEP, of_validation, read_rows
+from metattt.metrics_file import LOG, STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
 from metattt.training.saving import flag_of
 
 AUTO = "auto"  # resume=auto
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people."""
-LOG = "metrics.csv"
 PICTURE = "loss_curve.png"
 _LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.part")
 
