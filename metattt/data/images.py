@@ -278,6 +278,8 @@ class ImageData(Images, takes=("path", "dataset", "validation_path", "batch_size
             )
         folders = self.dataset.lower() in ("", "torch/image_folder", "torch/folder")
         if folders:
+            if self.image_key or self.label_key:
+                raise MetaTTTError("folders have no columns: leave data.image_key and data.label_key out")
             key = f"data.{'path' if root == self.path else 'validation_path'}"
             root = str(path_of(root, key))
             if not os.path.exists(root):

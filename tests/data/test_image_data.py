@@ -408,6 +408,7 @@ def test_columns_of_other_names(image: str, label: str, value: Any, folder: Path
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (("data.num_workers=1",), "dog/1.png cannot be read"),
+    (("data.image_key=img",), "folders have no columns: leave data.image_key and data.label_key out"),
     (("model.img_size=64",), "the images have img_size=32 and the model takes 64: set model.img_size=32"),
     (("model.num_classes=1",), "the images have 2 classes and the model 1: set model.num_classes=2"),
     (("data.batch_size=5",), "training.mixup=0.2 mixes pairs of images, and a batch has 5 of them"),
