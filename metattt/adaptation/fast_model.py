@@ -175,8 +175,8 @@ class FastModel:
             module.register_forward_hook(partial(notice, name), with_kwargs=True)
             for name, (module, _) in leaves.items()
         ]
-        ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
-        ids[1, 1] = 1
+        ids = torch.ones(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
+        ids[1, 1] = 0  # some models see no token 0
         try:
             with torch.no_grad():
                 one, other, _ = self({}, ids, None, 2)[0][:, 0]

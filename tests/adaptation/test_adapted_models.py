@@ -396,6 +396,7 @@ def test_hooks_of_modules_run_once_and_outside_of_transforms(fast: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("BertLMHeadModel", "changes what it predicts"), ("T5ForConditionalGeneration", "not a T5For"), ("", "not a Linear"),
+     ("CpmAntForCausalLM", "changes what it predicts"),  # and sees no token 0
      *((f"Llama{end}", f"not a Llama{end}") for end in ("Model", "ForTokenClassification", "ForQuestionAnswering"))],
 )  # fmt: skip
 def test_models_that_see_the_token_they_predict_or_predict_none_are_refused(kind: str, message: str) -> None:
