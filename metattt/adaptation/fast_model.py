@@ -308,7 +308,7 @@ def _chosen(
             continue
         if name in called and (not low_rank or (parameter.ndim == 2 and _widths(module))):
             places.append(Place(name, attribute, keys[id(parameter)]))
-        elif patterns is not None or any(place.key == keys[id(parameter)] for place in places):
+        elif patterns is not None:
             why = "is no matrix of a linear map: leave out rank" if low_rank and name in called else (
                 "is not applied by its own module to each document by itself, as a linear map, a norm or an embedding "
                 "is: leave it out of fast"
@@ -316,7 +316,8 @@ def _chosen(
             raise MetaTTTError(f"{path} {why}")
         else:  # a bias, or a parameter that another module reads
             left += [path] if parameter.ndim == (2 if _widths(module) else 3 if _of_experts(name) else -1) else []
-            del keys[id(parameter)]
+            key = keys.pop(id(parameter))
+            places = [one for one in places if one.key != key]
     if left:
         what = "linear maps that are not applied to each document by itself"
         log.warning("fast=%s leaves out %d %s, for example %s", fast, len(left), what, left[0])

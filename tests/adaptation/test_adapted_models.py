@@ -306,6 +306,10 @@ def test_linear_maps_that_are_left_out_are_named(caplog: pytest.LogCaptureFixtur
     refusal(lambda: Adapter(model, "mlp"), match="fast=mlp names no parameter")
     assert "fast=mlp leaves out 4 linear maps" in caplog.text  # why there is none
     refusal(lambda: Adapter(model, "lora", frozen_blocks=2), match="frozen_blocks=2 may leave none")
+    made = llama()  # as Zamba2 has them: blocks share maps, and each calls some of these
+    made.model.layers[1].mlp.spare = nn.Linear(1, 1)
+    made.model.layers[1].mlp.spare.weight = made.model.layers[0].mlp.up_proj.weight
+    assert len(Adapter(made, "mlp", adam()).fast.start) == 5 and "leaves out 1 linear maps" in caplog.text
 
 
 def test_a_quantised_map_learns_a_low_rank_change() -> None:
