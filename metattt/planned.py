@@ -22,7 +22,7 @@ from metattt.learners.base import Learner
 from metattt.memory import fits
 from metattt.modules import transformed
 from metattt.optimizers.base import InnerOptimizer
-from metattt.sequence_layer import SequenceLayer
+from metattt.sequence_layer import FSDP_CASTS, SequenceLayer
 from metattt.setting import setting
 from metattt.state import WHOLE_CALL, Context, State, Tensors
 from metattt.tasks.base import Task, Views
@@ -159,7 +159,7 @@ class PlannedLayer(SequenceLayer):
         if state.pos.dtype != torch.long or types - {accum_dtype}:
             raise MetaTTTError(
                 f"the state has positions of {state.pos.dtype} and weights of {types}, expected torch.int64 and "
-                f"{accum_dtype}: move it with State.to, which keeps integers, or start with state=None"
+                f"{accum_dtype}: move it with State.to, which keeps integers, or start with state=None{FSDP_CASTS}"
             )
         if state.phase is not None and (type(state.phase) is not int or not 0 <= state.phase < size):
             raise MetaTTTError(f"the state is from another layer: it is at token {state.phase!r} of {size}")

@@ -17,6 +17,8 @@ from metattt.nested import map_tensors, tensors_of
 from metattt.setting import setting
 from metattt.state import Context, State
 
+FSDP_CASTS = " (FSDP2 casts states to bf16: set cast_forward_inputs=False in its MixedPrecisionPolicy)"
+
 
 class SequenceLayer(Declared, ABC):
     """A layer that reads sequences and carries a state: `y, state = layer(x, state, mask=..., reset=...)`.

@@ -26,6 +26,7 @@ from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, KernelRidge, Learner, Linear, NestedTTT, RecurrentRidge, Transformer
 from metattt.learners.depthwise import Depthwise
 from metattt.models.language_model import LanguageModel
+from metattt.nested import map_tensors
 from metattt.optimizers import (
     Adam,
     Append,
@@ -129,8 +130,12 @@ def state(**changes: Any) -> State:
 
 
 def of_type(dtype: torch.dtype) -> State:
-    good = state()
-    return good._replace(weights={slot: {k: v.to(dtype) for k, v in one.items()} for slot, one in good.weights.items()})
+    return narrow(state(), dtype)
+
+
+def narrow(good: State, dtype: torch.dtype = torch.bfloat16) -> State:
+    """What FSDP2 makes of a state that it casts to the type of the parameters."""
+    return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, good)
 
 
 def levels(count: int) -> nn.Module:
@@ -172,6 +177,7 @@ CALLS += [
     (lambda: layer()(X[:1], state()), "the state is for 2 sequences, x holds 1"),
     (lambda: state().to(torch.bfloat16), "float32 or wider"),
     (lambda: (one := metattt.build("gka", dim=8, num_heads=2))(X, one(X)[1].to(torch.float64)), "of other numbers"),
+    (lambda: (one := metattt.build("mamba", dim=8, num_heads=2))(X, narrow(one(X)[1])), "a memory of torch.bfloat16"),
     *((lambda pos=pos: layer()(X, state(phase=None, pos=pos)), "the state") for pos in (IDS[:, 0].int(), X[:, 0, 0])),
     (lambda: layer(rule=GradientDescent(4, read="final"))(X, reset=torch.eye(2, 5).bool()), "read=final"),
     *((lambda given=given: metattt.build(*given.split(), dim=8, num_heads=2)(X), message) for given, message in (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.packing import Packing
-from metattt.sequence_layer import SequenceLayer
+from metattt.sequence_layer import FSDP_CASTS, SequenceLayer
 from metattt.setting import setting
 from metattt.state import Context, State, Tensors
 
@@ -35,7 +35,7 @@ class Mixer(SequenceLayer):
     @property
     @abstractmethod
     def carried(self) -> dict[str, tuple[int, ...]]:
-        """What a sequence carries: shapes without `[B]`, by name."""
+        """What a sequence carries: shapes without `[B]`, by name. A `memory` is in fp32 or wider."""
 
     @abstractmethod
     def mix(self, x: Tensor, memory: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
@@ -63,3 +63,6 @@ class Mixer(SequenceLayer):
         found = {name: tuple(tensor.shape[1:]) for name, tensor in state.learner.items()}
         if found != self.carried or any((state.weights, state.task, state.optimizer)):
             raise MetaTTTError(f"the state is from another layer: it carries {found}, this layer {self.carried}")
+        if any(name == "memory" and tensor.dtype.itemsize < 4 for name, tensor in state.learner.items()):
+            kind = state.learner["memory"].dtype
+            raise MetaTTTError(f"the state holds a memory of {kind}, expected torch.float32 or wider{FSDP_CASTS}")
