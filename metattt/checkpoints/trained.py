@@ -27,7 +27,7 @@ from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import read_object
 from metattt.models.language_model import LanguageModel
-from metattt.models.published import Side, first_names, flatten, guess_side, to_ours
+from metattt.models.published import Side, first_names, flatten, guess_side, to_ours, widest_type
 from metattt.models.published_config import PublishedConfig, build_empty
 
 PREFIX = "model."  # of the model's parameters in a run's state_dict, and for Transformers
@@ -54,7 +54,7 @@ class Weights(NamedTuple):
     about: Trained
     tensors: dict[str, Tensor]  # by the names of our parameters
     side: Side  # whose names they have on disk
-    of_run: bool  # from a run's checkpoint; else from a model that was saved alone, whose types of numbers are kept
+    of_run: bool  # from a run's checkpoint; else from a model that was saved alone, whose type of numbers is kept
 
 
 def read_checkpoint(path: str | Path, tensors: Tensors = "all") -> dict[str, Any]:
@@ -132,7 +132,7 @@ def load_model(
     Returns:
         The model in evaluation mode, and the configuration: of the run, or of the model alone where there was no run.
         Parameters of a run are in fp32, after `trainer.precision=64-true` in fp64; those of a model that was saved
-        alone keep their types. torch's global generator is left as it was.
+        alone have the widest of their types. torch's global generator is left as it was.
 
     Raises:
         MetaTTTError: no checkpoint, one that cannot be read, or parameters that are not those of the configured model.
@@ -142,9 +142,9 @@ def load_model(
     check_shapes(found, complaint)
     with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers that no file holds
         model = instantiate_model(found.about.config)
-    for name, parameter in model.named_parameters():  # of the types that the weights have
-        if name in found.tensors and (kind := found.tensors[name].dtype).is_floating_point:
-            parameter.data = parameter.data.to(torch.promote_types(kind, torch.float32) if found.of_run else kind)
+    kind = widest_type(found.tensors.values())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.promote_types(kind, torch.float32) if found.of_run else kind)
     fill(model, found, complaint)
     if found.about.evaluation is not None and "num_classes" in found.about.config.model:
         model.evaluated_with("vision_transformer", **found.about.evaluation)  # type: ignore[operator]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import reduce
 
 import torch
 from omegaconf import DictConfig
@@ -64,8 +63,8 @@ def export(cfg: DictConfig) -> None:
     vocab_size = about.config.model.get("vocab_size")
     tokenizer = tokenizer_of(chosen.source, about.tokenizer, vocab_size, chosen.tokenizer)
     model, config = load_model(chosen.source, "cpu", trust)
-    widest = reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()))
-    model.to(widest if chosen.dtype is None else getattr(torch, chosen.dtype))
+    if chosen.dtype is not None:
+        model.to(getattr(torch, chosen.dtype))
     made = MetaTTTForCausalLM.of(model, config, trust)
     start, end = tokenizer.separator, ends(tokenizer)[-1]
     described = MetaTTTConfig(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -124,7 +125,7 @@ def from_published(
     Args:
         state_dict: tensors by published name; `lm_head.weight` may be left out where it is tied. Of the JAX trainer
             arrays by path (`model/wte/embedding`), or the nested tree; what stands before `wte/embedding` may be more
-            or less. Parameters keep the tensors' types.
+            or less. Parameters have the widest of the tensors' types.
         config: the published configuration (`config.json`), as a mapping or as an object with these attributes.
         side: `published`, the PyTorch release; or `jax`.
 
@@ -208,13 +209,21 @@ def to_ours(tensors: Mapping[str, Any], model: LanguageModel, side: Side) -> dic
 def fill(model: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel:
     """Gives a model on the meta device its parameters: copies of the tensors by our name. Evaluation mode is set."""
     tied = model.head.weight is model.embedding.weight
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    kind = widest_type(tensors.values())
+    copies = {name: tensor.to(kind, copy=True) for name, tensor in tensors.items()}
     if tied:
         copies["head.weight"] = copies["embedding.weight"]
     model.load_state_dict(copies, assign=True)
     if tied:  # assigning made two parameters of it
         model.head.weight = model.embedding.weight
     return model.eval()
+
+
+def widest_type(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The type for all parameters of a model: none of its layers computes with several. (Types of 8 bits are refused
+    elsewhere.)"""
+    kinds = [x.dtype for x in tensors if x.is_floating_point() and x.itemsize > 1]
+    return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
 
 def guess_side(names: Iterable[str]) -> Side | None:

@@ -95,6 +95,9 @@ def test_types_are_kept_and_tensors_are_not_shared() -> None:
     with torch.no_grad():
         model.embedding.weight.zero_()
     assert tensors["model.embed_tokens.weight"].abs().sum() > 0
+    mixed = {name: value if "norm" in name else value.float() for name, value in tensors.items()}
+    model = from_published(mixed, SimpleNamespace(**config("linear_mamba")))
+    assert {x.dtype for x in model.parameters()} == {torch.float32} == {model(torch.zeros(1, 3, dtype=torch.long)).dtype}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -210,6 +213,12 @@ def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
     assert main(["convert", f"source={tmp_path}/ours=1", f"target={tmp_path}/jax", "direction=to_jax"]) == 0
     assert main(["convert", f"source={tmp_path}/jax", f"target={tmp_path}/again"]) == 0
     assert same(load_file(tmp_path / "again/model.safetensors"), load_file(tmp_path / "ours=1/model.safetensors"))
+
+    mixed = {key: one if "norm" in key else one.bfloat16() for key, one in tensors.items()}
+    save_file(mixed, tmp_path / "jax/model.safetensors")
+    (tmp_path / "jax/config.json").write_text((tmp_path / "back/config.json").read_text())
+    model = load_model(tmp_path / "jax")[0]
+    assert {one.dtype for one in model.parameters()} == {one.dtype for one in tensors.values()}
 
     for folder in ("theirs", "back"):
         file = tmp_path / folder / "config.json"
