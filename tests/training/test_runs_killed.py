@@ -93,9 +93,13 @@ def test_when_a_process_dies_or_hangs_the_others_stop(strategy: str, number: int
     while not is_gone(child):
         assert time.monotonic() - began < 150
         time.sleep(0.1)
-    errors = [line for line in run.errors.read_text().splitlines() if line.startswith("error: ")]
+    said = run.errors.read_text()
+    assert "Traceback" not in said
+    if "Forcefully terminating all other processes" in said:
+        return  # Lightning looks at the processes that it started every five seconds, and may have seen the dead one first
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith("error: another process of the run has died or hangs"), errors
-    assert f"to resume: metattt train resume={run.folder}" in errors[0] and "Traceback" not in run.errors.read_text()
+    assert f"to resume: metattt train resume={run.folder}" in errors[0]
 
 
 def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: Path) -> None:
