@@ -83,7 +83,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Reconstruction(loss="lp", loss_p=0.5), "task.loss_p=0.5"),
     (lambda: Reconstruction(huber_delta_from="per_head"), "task.loss=squared has none"),
     # which parts go together
-    (lambda: layer(MLP(), ChannelDecay()), "optimizer.anchor=online (MLP is not a linear map)"),
+    (lambda: layer(MLP(), ChannelDecay()), "set learner=linear_map (MLP is not a linear map)"),
     (lambda: layer(Linear(norm=False, residual=False), ChannelDecay()), "have no meaning for a bias: set learner.bias"),
     (lambda: layer(MLP(step_scale=0.5), Sign()), "set learner.step_scale=null"),
     (lambda: layer(MLP(step_scale=0.5), BlockMomentum(orthogonalize=True)), "set learner.step_scale=null"),
@@ -181,7 +181,7 @@ CALLS += [
     *((lambda pos=pos: layer()(X, state(phase=None, pos=pos)), "the state") for pos in (IDS[:, 0].int(), X[:, 0, 0])),
     (lambda: layer(rule=GradientDescent(4, read="final"))(X, reset=torch.eye(2, 5).bool()), "read=final"),
     *((lambda given=given: metattt.build(*given.split(), dim=8, num_heads=2)(X), message) for given, message in (
-        ("layer=gsa optimizer.channels=0", "set optimizer.channels"),
+        ("layer=gsa optimizer.channels=0", "set optimizer.channels=head_dim"),
         ("layer=gated_oja optimizer.channels=3", "optimizer.channels=head_dim"),
         ("layer=vittt", "5 tokens are no square map: set learner.columns"),
         ("layer=vittt task.rope=map", "5 tokens are no square map: set task.rope_columns"),

@@ -70,9 +70,17 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
     if (tokens.erases or one_by_one) and plan.reasons.get("solved") == HOOKED:
         raise MetaTTTError(f"{HOOKED}, and {'pairs of a token' if pairs else what} need its closed form: remove them")
     if tokens.erases and not plan.linear:
+        why, fix = plan.reasons.get("solved", f"layer.form={plan.form}"), "learner=linear_map"
+        if rule.anchor != "online":
+            why = f"optimizer.anchor={rule.anchor}"
+            fix += " and optimizer=online" if decay is None else " and optimizer.anchor=online"
+        elif rule.accumulates or rule.steps != 1:
+            fix += " and optimizer=online"
+        elif learner.linear_map is not None:
+            fix = "task.loss=squared"
         raise MetaTTTError(
-            f"{what} need a linear learner, the squared or dot loss and a gradient at the newest weights: set learner="
-            f"linear_map and optimizer.anchor=online ({plan.reasons.get('solved', f'optimizer.anchor={rule.anchor}')})"
+            f"{what} need a linear learner, the squared or dot loss and a gradient at the newest weights: set {fix} "
+            f"({why})"
         )
     if tokens.erases and learner.linear_map is not None and learner.linear_map[1] is not None:
         raise MetaTTTError(f"{what} have no meaning for a bias: set learner.bias=false")
@@ -104,7 +112,7 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
         (
             rule.accumulates,
             "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and "
-            "max_norm=null",
+            "optimizer.max_norm=null",
         ),
         (
             rule.nesterov,
@@ -130,7 +138,7 @@ def say_cut(parts: Parts, phase: int | None, layout: ColumnLayout, count: int) -
     parts.plan.said.add(("cut",))
     warnings.warn(
         f"optimizer.read=block answers a mini-batch of optimizer.mini_batch_size={parts.rule.mini_batch_size} tokens "
-        f"by what all of them teach, and this call of T={count} tokens cuts one: set mini_batch_size to a divisor of "
-        "the length of every call and document, or optimizer.read=previous",
+        f"by what all of them teach, and this call of T={count} tokens cuts one: set optimizer.mini_batch_size to a "
+        "divisor of the length of every call and document, or optimizer.read=previous",
         stacklevel=2,
     )

@@ -82,9 +82,10 @@ def make_plan(
     chosen = choose_form(form, task, learner, optimizer, num_heads, d_in, covered, reasons)
     mixes, linear = learner.mixes_tokens, ""
     by_form = chosen if chosen in ("primal", "summed") else "mixed" if mixes else "dual"
-    if by_form in ("dual", "primal") and optimizer.anchor == "online":
-        linear, why = solvable(task, learner, optimizer, num_heads, d_in, head_dim)
-        reasons |= {"solved": why} if why and by_form == "dual" else {}
+    if optimizer.anchor == "online":
+        loss, why = solvable(task, learner, optimizer, num_heads, d_in, head_dim)
+        linear = loss if by_form in ("dual", "primal") else ""
+        reasons |= {"solved": why} if why else {}
     elif by_form == "dual" and optimizer.anchor == "batch":  # -kᵀv of the dot product is the same at all weights
         linear = "dot" if solvable(task, learner, optimizer, num_heads, d_in, head_dim)[0] == "dot" else ""
     if linear and by_form == "dual":
@@ -291,7 +292,8 @@ def choose_form(
     for wrong, why in (
         (
             mixes and optimizer.anchor == "online" and optimizer.mini_batch_size > 1,
-            f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch",
+            f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: set "
+            "optimizer.anchor=minibatch",
         ),
         (form == "fused" and mixes, f"layer.form=fused has no kernel for {name}, which mixes tokens: {auto}"),
         (
@@ -301,7 +303,7 @@ def choose_form(
         (form == "primal" and mixes, f"layer.form=primal takes tokens apart, and {name} mixes them: {auto}"),
         (
             form == "dual" and mixes and summed,
-            f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: use auto",
+            f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: {auto}",
         ),
         (
             form == "auto" and reason and own and not (mixes or summed),

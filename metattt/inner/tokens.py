@@ -346,7 +346,7 @@ def check_views_of_data(learner: Learner, views: Views) -> None:
     if views.erase_key is not None or views.erase_direction is not None or views.k.ndim != 4:
         raise MetaTTTError(
             f"{type(learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
-            "a token could change: set learner=linear_map"
+            "a token could change: set task=reconstruction"
         )
 
 

@@ -81,7 +81,7 @@ class ChannelMemory(NonParametric, takes=("residual", "norm")):
     def _memory(self, name: str, state: Tensors, view: Tensor, gates: DataGates) -> Tensor:
         """What the memory of a view `[B, H, T, d]` holds before a call, `[B, H, d, n]`."""
         if gates.decay is None:
-            raise MetaTTTError(f"{type(self).__name__} has a decay for every channel: set optimizer.channels")
+            raise MetaTTTError(f"{type(self).__name__} has a decay for every channel: set optimizer.channels=head_dim")
         shape = (*view.shape[:2], view.shape[-1], gates.decay.shape[-1])
         memory = state[name] if state else gates.decay.new_zeros(shape)
         if memory.shape != shape:

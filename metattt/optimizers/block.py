@@ -57,8 +57,8 @@ class BlockRule(StepSize):
             )
         if self.anchor == "online":
             raise MetaTTTError(
-                f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use "
-                "minibatch"
+                f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: set "
+                "optimizer.anchor=minibatch, or optimizer=online"
             )
         steps = self.belongs and self.token_steps() is not None
         if steps or self.max_norm is not None or self.nesterov:

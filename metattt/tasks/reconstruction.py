@@ -138,8 +138,8 @@ class Reconstruction(Task):
             )
         if self.no_key and (self.rope != "none" or self.corruption != "none" or self.qk_norm or self.normalize_qk):
             raise MetaTTTError(
-                "task.views=no_key has the key 1 for every token: leave out task.rope, corruption, qk_norm and "
-                "normalize_qk"
+                "task.views=no_key has the key 1 for every token: set task.rope=none, task.corruption=none, "
+                "task.qk_norm=false and task.normalize_qk=false"
             )
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
