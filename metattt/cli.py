@@ -226,7 +226,7 @@ def _fault_of_the_surroundings(error: Exception, command: str, cfg: "DictConfig 
     if "InvalidCxxCompiler" in str(error):
         return "torch.compile finds no C++ compiler: install one, or name it in CXX, or set compile=false"
     if isinstance(error, InterpolationResolutionError):
-        return f"{error.full_key}: {first_line(error)}"
+        return f"{error.full_key}: {first_line(error)}: set {error.full_key}=<value>, or leave out what asks for it"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         needs = f"`metattt {command}` needs: `metattt {command} --cfg job` shows what it has"
         return f"the configuration has no `{error.full_key}`, which {needs}"

@@ -97,8 +97,12 @@ def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str =
 def check_heads(dim: int, num_heads: int) -> None:
     """Raises an error if the number of heads does not divide the width of a layer."""
     if dim % num_heads:
-        divisors = ", ".join(str(n) for n in range(1, min(dim, 2**12) + 1) if dim % n == 0)
-        raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {divisors}")
+        raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {divisors(dim)}")
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number, up to 4096, for an error message."""
+    return ", ".join(str(n) for n in range(1, min(number, 2**12) + 1) if number % n == 0)
 
 
 def shown(value: object) -> str:

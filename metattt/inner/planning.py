@@ -70,7 +70,7 @@ def make_plan(
         if task.label_dim != head_dim:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are "
-                f"{task.label_dim} wide, not {head_dim}: set task.huber_delta_from=constant, or another task"
+                f"{task.label_dim} wide, not {head_dim}: set task.huber_delta_from=constant, or task=reconstruction"
             )
         return Plan("")
     task, learner = materialized(task), materialized(learner)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
+from metattt.errors import MetaTTTError, check_choice, check_integer, check_number, divisors
 from metattt.learners.depthwise import Depthwise
 from metattt.models.block import check_blocks, check_function
 from metattt.optional import need
@@ -90,7 +90,10 @@ class ImageTransformer(VisionTransformer):
         check_number("model.drop_path_rate", drop_path_rate, least=0, below=1)
         check_function("layer", layer)
         if img_size % patch_size:
-            raise MetaTTTError(f"model.patch_size={patch_size} does not divide model.img_size={img_size}")
+            raise MetaTTTError(
+                f"model.patch_size={patch_size} does not divide model.img_size={img_size}: choose from "
+                f"{divisors(img_size)}"
+            )
         if position == "sincos2d" and embed_dim % 4:
             raise MetaTTTError(
                 f"model.position=sincos2d needs a width that is a multiple of 4, not {embed_dim}: set position=learned"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_number
+from metattt.errors import MetaTTTError, check_number, divisors
 from metattt.modules import (
     CausalConv,
     RMSNorm,
@@ -150,8 +150,7 @@ class Reconstruction(Task):
         groups = num_heads if self.kv_heads is None else self.kv_heads
         if num_heads % groups:
             raise MetaTTTError(
-                f"task.kv_heads={groups} does not divide num_heads={num_heads}: choose from "
-                f"{', '.join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)}"
+                f"task.kv_heads={groups} does not divide num_heads={num_heads}: choose from {divisors(num_heads)}"
             )
         self.num_heads, self.head_dim, self.groups = num_heads, head_dim, groups
         width = num_heads * head_dim

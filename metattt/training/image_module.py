@@ -89,9 +89,12 @@ class ImageJob(Job):
                 "images need a model for images: set model=vision_transformer, or choose experiment=digits_pixel"
             )
         data.setup()
-        for key in ("img_size", "in_chans"):
-            if (ours := getattr(data, key)) != (theirs := cfg.model[key]):
-                raise MetaTTTError(f"the images have {key}={ours} and the model takes {theirs}: set model.{key}={ours}")
+        if wrong := [key for key in ("img_size", "in_chans") if getattr(data, key) != cfg.model[key]]:
+            ours, theirs = [f"{key}={getattr(data, key)}" for key in wrong], [f"{cfg.model[key]}" for key in wrong]
+            raise MetaTTTError(
+                f"the images have {' and '.join(ours)}, and the model takes {' and '.join(theirs)}: set model."
+                f"{' model.'.join(ours)}"
+            )
         ours, theirs = data.num_classes, cfg.model.num_classes
         if ours is not None and ours > theirs:
             raise MetaTTTError(f"the images have {ours} classes and the model {theirs}: set model.num_classes={ours}")

@@ -56,7 +56,7 @@ class AdamW(Declared):
         super().check_settings()
         self.betas = two(self.betas)
         if self.truncate is not None and self.chunk is None:
-            raise MetaTTTError(f"training.truncate={self.truncate} counts chunks: set training.chunk to their tokens")
+            raise MetaTTTError(f"training.truncate={self.truncate} counts chunks: set training.chunk=<tokens>")
 
     def warmup_steps(self, num_steps: int) -> int:
         """Steps with a rising learning rate, at least one."""

@@ -153,7 +153,8 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_a_value_that_points_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "checkpoint=${x}"]) == 2
-    assert capsys.readouterr().err == "error: checkpoint: Interpolation key 'x' not found\n"
+    said = "error: checkpoint: Interpolation key 'x' not found: set checkpoint=<value>, or leave out what asks for it\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_mistake_and_help_do_not_wait_for_torch() -> None:

@@ -409,7 +409,9 @@ def test_columns_of_other_names(image: str, label: str, value: Any, folder: Path
 @pytest.mark.parametrize(("overrides", "message"), [
     (("data.num_workers=1",), "dog/1.png cannot be read"),
     (("data.image_key=img",), "folders have no columns: leave data.image_key and data.label_key out"),
-    (("model.img_size=64",), "the images have img_size=32 and the model takes 64: set model.img_size=32"),
+    (("model.img_size=64",), "the images have img_size=32, and the model takes 64: set model.img_size=32"),
+    (("model.img_size=64", "model.in_chans=1"), "the model takes 64 and 1: set model.img_size=32 model.in_chans=3"),
+    (("model.patch_size=5",), "model.patch_size=5 does not divide model.img_size=32: choose from 1, 2, 4, 8, 16, 32"),
     (("model.num_classes=1",), "the images have 2 classes and the model 1: set model.num_classes=2"),
     (("data.batch_size=5",), "training.mixup=0.2 mixes pairs of images, and a batch has 5 of them"),
     (("data.augment=none",), "data.augment=none is not known to timm"),
