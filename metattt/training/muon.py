@@ -62,8 +62,8 @@ class Muon(AdamW):
         matrices = {
             id(module.weight)
             for block in getattr(model, "blocks", ())
-            for module in block.modules()
-            if isinstance(module, nn.Linear) and min(module.weight.shape) >= LEAST
+            for module in block.modules()  # (the maps of a module that is a learner hold no weights)
+            if isinstance(module, nn.Linear) and module.weight is not None and min(module.weight.shape) >= LEAST
         } - embeddings
         decayed, others = super().groups(model)
         moved = [p for p in decayed["params"] if id(p) in matrices]

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +24,9 @@ def iterated(gradient: Tensor) -> Tensor:
     return u @ torch.diag(s) @ vh
 
 
-def test_matrices_of_the_blocks_are_moved_by_muon_and_nothing_is_moved_twice() -> None:
-    cfg = compose("dim=32", "num_heads=2", "training=muon")
+@pytest.mark.parametrize("layer", ["ttt_linear", "nested_ttt"])  # the maps of the latter's learner hold no weights
+def test_matrices_of_the_blocks_are_moved_by_muon_and_nothing_is_moved_twice(layer: str) -> None:
+    cfg = compose("dim=32", "num_heads=2", "training=muon", f"layer={layer}")
     recipe, model = instantiate_part(cfg, "training"), instantiate_model(cfg)
     moved, decayed, others = recipe.groups(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
