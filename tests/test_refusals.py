@@ -306,6 +306,21 @@ def test_as_overrides(overrides: str, message: str) -> None:
     refusal(lambda: metattt.build("dim=8", "num_heads=2", *overrides.split()), message, longest=600)
 
 
+@pytest.mark.parametrize(("overrides", "fix"), [
+    ("layer=ttt_linear task=gated", "learner=linear_map and optimizer=online"),
+    ("layer=custom task=gated learner=linear_map optimizer=online optimizer.max_norm=1", "learner=linear_map and optimizer=online"),
+    ("layer=custom task=gated learner=linear_map optimizer=online optimizer.read=previous layer.form=summed", "layer.form=auto"),
+    ("layer=hgrn2 learner=depthwise optimizer.read=block", "learner=linear_map"),
+    ("layer=kernel_ridge task=pairs", "task=reconstruction"),
+    ("layer=titans optimizer.anchor=online", "optimizer.anchor=minibatch"),
+])  # fmt: skip
+def test_what_an_error_message_sets_leads_to_a_layer(overrides: str, fix: str) -> None:
+    given, fixed = overrides.split(), fix.split(" and ")
+    refusal(lambda: metattt.build("dim=8", "num_heads=2", *given), f"set {fix}", longest=600)
+    kept = [one for one in given if not any(one.startswith(key.split("=")[0]) for key in fixed)]
+    metattt.build("dim=8", "num_heads=2", *kept, *fixed)
+
+
 def test_a_model_that_does_not_fit_makes_nothing() -> None:
     kept: list[int] = []
     with pytest.raises(MetaTTTError, match=r"would take .* GB, and this machine has .* GB: lower model.num_layers"):

@@ -70,13 +70,15 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
     if (tokens.erases or one_by_one) and plan.reasons.get("solved") == HOOKED:
         raise MetaTTTError(f"{HOOKED}, and {'pairs of a token' if pairs else what} need its closed form: remove them")
     if tokens.erases and not plan.linear:
-        why, fix = plan.reasons.get("solved", f"layer.form={plan.form}"), "learner=linear_map"
+        why, fix = plan.reasons.get("solved"), "learner=linear_map"
         if rule.anchor != "online":
             why = f"optimizer.anchor={rule.anchor}"
             fix += " and optimizer=online" if decay is None else " and optimizer.anchor=online"
-        elif rule.accumulates or rule.steps != 1:
+        elif why is None:
+            why, fix = f"layer.form={plan.form}", "layer.form=auto"
+        elif rule.accumulates or rule.steps != 1 or plan.sees_weights:
             fix += " and optimizer=online"
-        elif learner.linear_map is not None:
+        elif learner.linear_map is not None and not task.squared_error:
             fix = "task.loss=squared"
         raise MetaTTTError(
             f"{what} need a linear learner, the squared or dot loss and a gradient at the newest weights: set {fix} "
