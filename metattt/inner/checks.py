@@ -76,7 +76,9 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
             fix += " and optimizer=online" if decay is None else " and optimizer.anchor=online"
         elif why is None:
             why, fix = f"layer.form={plan.form}", "layer.form=auto"
-        elif rule.accumulates or rule.steps != 1 or plan.sees_weights:
+        elif rule.accumulates or rule.steps != 1:
+            fix = "optimizer.token_steps=none, optimizer.max_norm=null and optimizer.steps=1"
+        elif plan.sees_weights:
             fix += " and optimizer=online"
         elif learner.linear_map is not None and not task.squared_error:
             fix = "task.loss=squared"
