@@ -111,4 +111,4 @@ class DigitsData(Images, takes=("img_size", "batch_size", "validation_fraction",
     def _in_order(self, name: str) -> DataLoader[Batch]:
         data = self._splits[name]
         batches = batches_in_order(len(data), max(256, self.batch_size), self.place)
-        return DataLoader(data, batch_size=None, sampler=batches)
+        return DataLoader(data, batch_size=None, sampler=batches, generator=torch.Generator())

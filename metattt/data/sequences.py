@@ -99,7 +99,9 @@ class SequenceData(Data, takes=OF_SEQUENCES):
         return self._loader(part, [own.tolist() for own in np.array_split(range(rank, number, processes), count)])
 
     def _loader(self, part: Part, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:
-        return DataLoader(_Drawn(self, part), batch_size=None, sampler=batches, num_workers=self.num_workers)
+        return DataLoader(
+            _Drawn(self, part), None, sampler=batches, num_workers=self.num_workers, generator=torch.Generator()
+        )
 
 
 class _Drawn(Dataset[Batch]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from metattt.checkpoints.trained import Trained
 from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of
-from metattt.evaluation.output import check_same, finite, table, tracked
+from metattt.evaluation.output import check_same, drawn_alike, finite, table, tracked
 from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.measures.labelled import check_classes, classified
 from metattt.registry import PARAMETERS
@@ -99,16 +98,6 @@ def _source(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
     if "path" in given:
         run.pop("validation_path", None)  # of the other images
     return run | given
-
-
-@contextmanager
-def drawn_alike(model: Any) -> Iterator[None]:
-    """What layers draw meanwhile (`optimizer.sampling=sgd` permutes tokens) is the same every time; torch's global
-    generators are left as they were."""
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -171,3 +172,13 @@ def check_same(
                     f"{first} and {name} have different {what}, data.{key} is {known.get(key)} and {source.get(key)}: "
                     f"{f'set data.{key}' if key in changes else advice}"
                 )
+
+
+@contextmanager
+def drawn_alike(model: Any) -> Iterator[None]:
+    """What layers draw meanwhile (`optimizer.sampling=sgd` permutes tokens) is the same every time, as in a
+    validation of the training; torch's global generators are left as they were."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield

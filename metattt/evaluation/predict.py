@@ -21,8 +21,7 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.documents import walk
 from metattt.data.images import CorruptImage, image_suffixes, in_colours
 from metattt.errors import MetaTTTError
-from metattt.evaluation.images import drawn_alike
-from metattt.evaluation.output import finite, report, table, tracked, writable
+from metattt.evaluation.output import drawn_alike, finite, report, table, tracked, writable
 from metattt.io import path_of
 from metattt.optional import need
 

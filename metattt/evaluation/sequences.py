@@ -11,7 +11,7 @@ from torch import Tensor
 from metattt.data.sequences import Part, SequenceData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import Evaluation, data_of
-from metattt.evaluation.output import check_same, finite, table, tracked
+from metattt.evaluation.output import check_same, drawn_alike, finite, table, tracked
 from metattt.measures.labelled import is_asked, labelled_predictions, losses_and_hits
 
 OF_TRAINING = ("seed", "batch_size", "num_workers")  # fields of the data that do not choose the sequences
@@ -59,7 +59,8 @@ def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
     for name, source in sources.items():
         model = job.model(name)
         data: SequenceData = job.data(source)
-        scores[name] = score(model, data, chosen.split)
+        with drawn_alike(model):
+            scores[name] = score(model, data, chosen.split)
         if len(sources) > 1:  # now: the next one may be damaged
             job.console.print(f"{name}: loss {scores[name].mean(scores[name].loss):.4f}")
     columns = ("model", "sequences", "accuracy %", "loss", "loss, first question", "last question")

@@ -20,7 +20,7 @@ from metattt.errors import MetaTTTError, NotFinite
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import Evaluation, data_of
-from metattt.evaluation.output import check_same, table, tracked
+from metattt.evaluation.output import check_same, drawn_alike, table, tracked
 from metattt.measures import inner_loss
 from metattt.registry import PARAMETERS
 
@@ -59,7 +59,8 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         start = data.tokenizer.separator if text.get("document_reset") else None
         sizes, count = data.tokenizer.token_bytes, chosen.inner_loss_windows
         try:
-            scores[name] = score(model, tracked(data.loader(split), "evaluating"), sizes, chosen.segment, start)
+            with drawn_alike(model):
+                scores[name] = score(model, tracked(data.loader(split), "evaluating"), sizes, chosen.segment, start)
             if len(texts) > 1:  # now: the next one may be damaged
                 job.console.print(f"{name}: {scores[name].loss:.4f} nats per token")
             skipped = inner_loss.unmeasured(model) if chosen.inner_loss else {}

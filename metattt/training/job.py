@@ -21,6 +21,7 @@ from metattt.checkpoints.record import RECORD
 from metattt.data.base import Data, Place
 from metattt.errors import MetaTTTError
 from metattt.training.batches import batch_share, plan_batches, recount_batches, validate_between_steps
+from metattt.training.random_state import random_state, set_random_state
 
 C = TypeVar("C", bound=Callback)
 
@@ -75,13 +76,16 @@ class OuterLoop(LightningModule):
             self._log_means("train", self.step_sums)
 
     def on_validation_epoch_start(self) -> None:
-        self.validation_sums = {}
+        """Every validation draws the same random numbers, and the training goes on as if it had drawn none."""
+        self.validation_sums, self.random = {}, random_state(self.device)
+        torch.manual_seed(0)
 
     def add_to_validation(self, **figures: tuple[Tensor, Tensor]) -> None:
         """Adds a batch to figures of the validation: to each a sum, and the number of what it is over."""
         _add(self.validation_sums, figures)
 
     def on_validation_epoch_end(self) -> None:
+        set_random_state(self.random, self.device)
         self.log("step", float(self.global_step))
         self._log_means("validation", self.validation_sums)
         self.validated = self.global_step

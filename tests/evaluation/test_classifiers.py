@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from refusals_for_tests import refusal
-from runs_for_tests import column, rows, steps, tiny, write_corpus
+from runs_for_tests import column, log, rows, steps, tiny, write_corpus
 from timm.data import create_transform
 
 import metattt
@@ -116,13 +116,14 @@ def test_several_runs_in_one_table_with_their_inner_losses(runs: Path, tmp_path:
 
 
 def test_permutations_are_drawn_alike_and_nothing_else_notices(runs: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert train(compose(*TINY, "optimizer.seed=null", "optimizer.sampling=sgd", f"output_dir={run}")) == 0
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
+    drawn, run = (*TINY, "optimizer.seed=null", "optimizer.sampling=sgd"), tmp_path / "run"
+    for between, folder in ((3, run), (2, tmp_path / "other")):
+        assert train(compose(*drawn, f"trainer.val_check_interval={between}", f"output_dir={folder}")) == 0
+    assert log(run)[-1] == log(tmp_path / "other")[-1]  # one validation more changes nothing
+    before = torch.get_rng_state()
     first, second = (evaluated(f"checkpoint={run}", f"output_dir={tmp_path}", f"inner_loss={x}")["run"] for x in (True, False))
-    assert first._replace(inner={}) == second and torch.equal(torch.rand(1), expected)
+    assert first._replace(inner={}) == second and torch.equal(torch.get_rng_state(), before)
+    assert second.loss == pytest.approx(float(log(run)[-1]["validation/loss"]), rel=1e-6)
 
 
 def test_images_without_a_label_are_in_no_inner_loss(monkeypatch: pytest.MonkeyPatch) -> None:
