@@ -42,6 +42,7 @@ from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.registry import REGISTERED, register
 from metattt.state import State
 from metattt.tasks import DecodedReconstruction, Pairs, Reconstruction
+from metattt.tasks.window import WindowViews
 
 
 def layer(learner: Learner | None = None, rule: InnerOptimizer | None = None, task: Any = None, dim: int = 8) -> TTTLayer:
@@ -85,6 +86,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     # which parts go together
     (lambda: layer(MLP(), ChannelDecay()), "set learner=linear_map (MLP is not a linear map)"),
     (lambda: layer(Linear(norm=False, residual=False), ChannelDecay()), "have no meaning for a bias: set learner.bias"),
+    (lambda: layer(Linear(), task=WindowViews(degree=2)), "needs equal widths, not 14 and 4: set learner.residual=false"),
     (lambda: layer(MLP(step_scale=0.5), Sign()), "set learner.step_scale=null"),
     (lambda: layer(MLP(step_scale=0.5), BlockMomentum(orthogonalize=True)), "set learner.step_scale=null"),
     (lambda: layer(KernelEstimator(trainable=["w1"]), Append()), "KernelEstimator keeps its data"),

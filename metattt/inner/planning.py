@@ -73,6 +73,10 @@ def make_plan(
                 f"{task.label_dim} wide, not {head_dim}: set task.huber_delta_from=constant, or task=reconstruction"
             )
         return Plan("")
+    if learner.residual and d_in != head_dim:
+        raise MetaTTTError(
+            f"learner.residual=true needs equal widths, not {d_in} and {head_dim}: set learner.residual=false"
+        )
     task, learner = materialized(task), materialized(learner)
     remembered(learner, task, ("width",), lambda: check_width(learner, num_heads, d_in, head_dim))
     covered: list[Kernel] = []

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from metattt.component import Component
-from metattt.errors import MetaTTTError
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.weight import Weight, chosen, declared, step_factors
 from metattt.modules import standardize
@@ -79,14 +78,10 @@ class Learner(Component, ABC):
         """Creates W0 and the slow weights. Called once, by the layer.
 
         Raises:
-            MetaTTTError: the learner already belongs to a layer, or a residual connection between different widths.
+            MetaTTTError: the learner already belongs to a layer.
             KeyError: a name of a weight that torch does not allow.
         """
         with self.claimed():
-            if self.residual and d_in != d_out:
-                raise MetaTTTError(
-                    f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false"
-                )
             self._begin()
             weights = declared(self.weights(d_in, d_out), type(self).__name__, self.has_weights)
             if self.norm:

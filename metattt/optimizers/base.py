@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from metattt.component import Component
-from metattt.errors import MetaTTTError
 from metattt.memory import Memory, newest
 from metattt.ops import linear_rule
 from metattt.ops.linear_rule import Coefficients
 from metattt.optimizers.committed import Committed
+from metattt.optimizers.together import check_together
 from metattt.setting import setting
 from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Views
@@ -198,25 +198,7 @@ class InnerOptimizer(Component, ABC):
 
     def check_settings(self) -> None:
         super().check_settings()
-        anchor, read, steps = self.anchor, self.read, self.steps
-        if steps > 1 and (read == "exclusive" or (read == "inclusive" and self.mini_batch_size > 1)):
-            raise MetaTTTError(
-                f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
-                "set optimizer.read to previous, committed, block or final, or optimizer.mini_batch_size=1"
-            )
-        if steps > 1 and anchor != "minibatch" and read != "final":
-            raise MetaTTTError(
-                f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}"
-            )
-        if self.mini_batch_size == WHOLE_CALL and read == "committed":
-            raise MetaTTTError(
-                "optimizer.mini_batch_size=null commits at the end of a call, and optimizer.read=committed shows that "
-                "to its last token alone: set optimizer.read=previous or block"
-            )
-        if self.gradient_at == "decayed" and anchor != "online":
-            raise MetaTTTError(
-                f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
-            )
+        check_together(self.mini_batch_size, self.anchor, self.read, self.steps, self.gradient_at)
 
     def bound(self, **attributes: object) -> InnerOptimizer:
         """A copy of this rule with other attributes: token steps that are computed already, or another size."""
