@@ -79,8 +79,8 @@ recorded = pytest.mark.skipif(
 @pytest.mark.parametrize(("command", "losses", "validated", "rtol"), [
     ("experiment=stdlib data.path={folder}/text dim=64 model.num_layers=2",
      [5.562023597124356, 5.0535891092902405, 4.214585856392723, 3.652686433451417], [4.21002154534819, 3.398982103931173], 1e-9),
-    ("experiment=digits_pixel", [2.302585092994046, 2.302585092994046, 2.304422231148906, 2.3064630026340924],
-     [2.302585092994046, 2.3024596544525084, 2.301799376572273, 2.3011367018530393], 2e-6),
+    ("experiment=digits_pixel", [2.302585092994046, 2.302585092994046, 2.3045090528236654, 2.306332333552107],
+     [2.302585092994046, 2.3023588104759543, 2.301748078079106, 2.301040156387742], 2e-6),
 ], ids=["text", "images"])  # fmt: skip
 def test_a_model_learns_as_it_did(
     command: str, losses: list[float], validated: list[float], rtol: float, tmp_path: Path
