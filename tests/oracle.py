@@ -396,7 +396,7 @@ class Document:
         first = plus(times(s.beta1, m.momentum), times(1 - s.beta1, m.update))
         second = plus(times(s.beta2, m.second), times(1 - s.beta2, square))
         for name, x in first.items():
-            root = (second[name] / (1 - s.beta2**age)).clamp(min=s.eps**2).sqrt()
+            root = (second[name] / (1 - s.beta2**age)).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
             step[name] = abs(self.scale) * x / (1 - s.beta1**age) / (root + s.eps)
         return m._replace(commit=plus(m.commit, step), momentum=first, second=second, age=age)
 

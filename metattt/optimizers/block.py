@@ -319,8 +319,8 @@ class Adam(BlockRule):
             second = (self.beta2 * second).addcmul(x, x, value=1 - self.beta2)
             count = expand_like(age + 1, x)
             mean = first / _begun(self.beta1, count)
-            # The root has no derivative at 0: the floor keeps the outer gradient finite.
-            root = (second / _begun(self.beta2, count)).clamp(min=self.eps**2).sqrt()
+            # The root has no derivative at 0: the floor, the smallest normal number, keeps the outer gradient finite.
+            root = (second / _begun(self.beta2, count)).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
             moved = torch.addcdiv(commit, mean, root + self.eps, value=self.size)
             for slot, value in zip(after, (moved, first, second, age + 1), strict=True):
                 after[slot][name] = value

@@ -53,7 +53,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def adam(**settings: float) -> Adam:
-    return Adam(**{"base_lr": 0.01, "beta2": 0.999, "eps": 1e-14, "mini_batch_size": SIZE} | settings)
+    return Adam(**{"base_lr": 0.01, "beta2": 0.999, "eps": 1e-6, "mini_batch_size": SIZE} | settings)
 
 
 def momentum(**settings: float) -> BlockMomentum:
@@ -63,7 +63,7 @@ def momentum(**settings: float) -> BlockMomentum:
 
 RULES: dict[str, tuple[Callable[[], object], Callable[[list[Tensor]], torch.optim.Optimizer]]] = {
     # (the rule's moments are of η G: its eps is that of torch times η)
-    "adam": (adam, lambda found: torch.optim.Adam(found, lr=0.01, betas=(0.9, 0.999), eps=1e-14 / 0.01)),
+    "adam": (adam, lambda found: torch.optim.Adam(found, lr=0.01, betas=(0.9, 0.999), eps=1e-6 / 0.01)),
     "momentum": (momentum, lambda found: torch.optim.SGD(found, lr=0.05, momentum=0.9)),
 }
 
