@@ -68,13 +68,13 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
                 job.console.print(f"no inner-loss curves of {name}, layer {number}: {reason}")
             if chosen.inner_loss and len(skipped) < len(model.blocks):
                 windows = tracked(data.loader(split), "inner losses")
-                curves[name] = inner_loss.average(model, windows, count, chosen.segment)
+                with drawn_alike(model):
+                    curves[name] = inner_loss.average(model, windows, count, chosen.segment)
         except NotFinite as error:
             raise MetaTTTError(f"{job.known[name].path}: {error}") from error
     columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")
     totals = ((name, one.tokens, one.loss, one.perplexity, one.bits_per_byte) for name, one in scores.items())
-    runs = {name: data_of(one) for name, one in job.known.items()}
-    others = [name for name, run in runs.items() if not run or run.get("path") != texts[name].get("path")]
+    others = [name for name, one in job.known.items() if data_of(one).get("path") != texts[name].get("path")]
     if split == "validation" and others:  # a copy of the text, or its path written in another way, is its text
         as_the_run = {key: one if key in ("path", "text_key") else None for key, one in chosen.data.items()}
         for name in [one for one in others if job.known[one].data is not None]:

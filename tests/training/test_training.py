@@ -75,8 +75,11 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
 
 def test_eval_agrees_with_the_validation_of_the_run(corpus: Path, tmp_path: Path) -> None:
     assert train(tiny(corpus, tmp_path / "run", "task.corruption=noise", "task.corruption_rate=1")) == 0
-    scores = evaluate(compose(f"checkpoint={tmp_path / 'run'}", "device=cpu", f"output_dir={tmp_path}", job="eval"))["run"]
+    given = f"checkpoint=[{tmp_path / 'run'},{tmp_path / 'run'}]", "inner_loss=true", f"output_dir={tmp_path}", "device=cpu"
+    scores = evaluate(compose(*given, job="eval"))["run-1"]
     assert math.isclose(scores.bits_per_byte, float(log(tmp_path / "run")[-1]["validation/bits_per_byte"]), rel_tol=1e-6)
+    inner = [line.partition(",")[2] for line in (tmp_path / "inner_loss.csv").read_text().splitlines()[1:]]
+    assert inner and inner[: len(inner) // 2] == inner[len(inner) // 2 :]  # of a model the same, whatever was read before
 
 
 def test_learning_rate_schedule() -> None:
