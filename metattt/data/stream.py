@@ -126,7 +126,7 @@ class StreamWindows:
         self._begun: list[int] = []  # blocks in which the last two batches began: a run resumes at one of these batches
 
     def __len__(self) -> int:
-        raise MetaTTTError("a stream has no end: its training text cannot be counted or read as a whole")
+        raise MetaTTTError("split=train: a stream has no end; split=validation reads what is held out")
 
     def __getitem__(self, index: Sequence[int]) -> np.ndarray:
         self._begun = [*self._begun[-1:], index[0] // self.block]
