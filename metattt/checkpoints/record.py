@@ -149,7 +149,7 @@ def record_config(
     except Untrusted as error:
         used = {key: node for key, node in record["config"].items() if key not in skip}
         needed = [*trust, *(one for one in own_modules(used) if one not in trust)]
-        advice = f"If you trust that code, and know that the file means it: add {as_override(needed)}"
+        advice = f"If you trust that code, and the file was written with it: add {as_override(needed)}"
         raise MetaTTTError(f"{error}\n{advice}") from error
     except (OmegaConfBaseException, RecursionError) as error:
         raise MetaTTTError(f"{origin} cannot be read as a configuration: {first_line(error)}") from error
